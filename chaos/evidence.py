@@ -228,7 +228,7 @@ def note_stops(evidence: Evidence) -> None:
 
 
 def of_starved(evidence: Evidence) -> Iterable[Fault]:
-    """What the program that runs all the others does by standing still: the proxies are in it."""
+    """Account for the program that runs all the others standing still: the proxies are in it."""
     paths = sorted({process.path for process in evidence.processes.values() if process.path.startswith("proxy")})
     for begun, over in evidence.starved:
         if over - begun > STARVED:
@@ -286,7 +286,7 @@ def of_process(evidence: Evidence, incarnation: int, lines: Iterable[Line]) -> N
 
 
 def of_mails(evidence: Evidence, lines: Iterable[Line]) -> None:
-    """What the mail server wrote, one process after another. All calls are there by now."""
+    """Read what the mail server wrote, one process after another. All calls are there by now."""
     calls = {(call.process.incarnation, call.number): call for call in evidence.calls}
     evidence.mails = []
     for call in evidence.calls:

@@ -1,4 +1,4 @@
-"""What workers and the mail server of a run agree on: who has which address, who is unknown, and what a mail says."""
+"""Names that workers and the mail server of a run agree on: addresses, those unknown, and what a mail says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNKNOWN_SHARE = 10  # one address of so many is none
 
 
 class Contents(NamedTuple):
-    """What a mail says: its ``Message-ID``, the process and the call that sent it, and which records it brings."""
+    """Contents of a mail: its ``Message-ID``, the process and the call that sent it, and which records it brings."""
 
     id: str
     incarnation: int

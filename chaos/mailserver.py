@@ -28,7 +28,7 @@ Manner = Literal["well", "slow", "dies in the middle", "dies after the end"]
 
 
 class MailServer:
-    """What is the same in all its connections: how it behaves, and what it has accepted."""
+    """State that all its connections share: how it behaves, and what it has accepted."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal

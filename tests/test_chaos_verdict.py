@@ -68,7 +68,7 @@ def verdict(
     held: list[int] | None = None,
     mails: list[Line] | None = None,
 ) -> Verdict:
-    """What is found if these processes, each by its way to the store, the one above them and a mail server wrote so."""
+    """Judge what these processes, each by its way to the store, the one above them and a mail server wrote."""
     processes = (PRODUCER, "producer", 0), (WORKER, "worker", 0), (OTHER, "worker", 1)
     facts = of_master(
         [
@@ -453,7 +453,7 @@ def test_a_library_for_the_time_that_cannot_be_used_is_none(
 def accepted(
     digest: str = "d1", *, worker: int = WORKER, number: int = 1, records: int = 1, to: str = "timeline"
 ) -> Line:
-    """What the mail server writes of a mail that a worker's call sent."""
+    """Return what the mail server writes of a mail that a worker's call sent."""
     return line("accepted", 105, address_of(to), id_of(digest), worker, number, [*range(FIRST, FIRST + records)])
 
 

@@ -1,4 +1,4 @@
-"""What a template may use up while it runs: steps, and characters that it makes. Needs Jinja2."""
+"""Bounds on what a template uses up while it runs: steps, and characters that it makes. Needs Jinja2."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TooMuch(Exception):
 
 @dataclass
 class Left:
-    """What one part of a message has left."""
+    """The steps and characters that one part of a message has left."""
 
     steps: int = STEPS
     characters: int = LONGEST

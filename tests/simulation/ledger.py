@@ -217,7 +217,7 @@ class Ledger:
         return True
 
     def _remember(self, shard: int, key: str, digest_id: str, lost: Sequence[Sequence[bytes] | None], now: int) -> None:
-        """What its latest callback delivered counts as delivered, unless it is ``lost`` (None: all of it).
+        """Count as delivered what its latest callback delivered, unless it is ``lost`` (None: all of it).
 
         An earlier callback may have returned without the store hearing of it; its records are then not delivered yet.
         """
