@@ -24,7 +24,8 @@ from chaos.rules import names
 
 Told = Literal["stored", "no", "unknown"]
 
-HOT_SHARE = 0.15  # of the records go to one timeline
+HOT_SHARE = 0.15  # of the records go to one timeline,
+HOT = 40_000  # until so many have been stored in all timelines: then to the next, so that none can ever be full
 MOST_HELD = 20_000  # in all timelines; a store that is down takes nothing anyway
 # records of an add_many, adds at once, seconds between
 AFTER_DELETE, PAUSE = 12, 0.05  # records, and seconds between two: some cool-downs
@@ -104,7 +105,8 @@ class Producer:
         return range(first, first + size)
 
     def _entries(self, size: int, key: str = "") -> list[Entry]:
-        return [Entry(key or self._key(), number, str(number)) for number in self._numbers(size)]
+        stored = self._board.total(STORED)
+        return [Entry(key or key_of(self._random, stored), number, str(number)) for number in self._numbers(size)]
 
     def _again(self, entries: list[Entry], told: list[Told]) -> list[Entry]:
         """The records that may be stored, with other numbers."""
@@ -113,9 +115,6 @@ class Producer:
         if after:
             self._journal.write("again", number_of(after[0]), [number_of(entry) for entry in before])
         return after
-
-    def _key(self) -> str:
-        return "hot" if self._random.random() < HOT_SHARE else f"timeline {self._random.randrange(TIMELINES)}"
 
     async def _add_many(self, entries: list[Entry]) -> list[Told]:
         try:
@@ -146,6 +145,11 @@ class Producer:
             )
             self._journal.write(what, first + places[0], first + places[-1], round(took, 3), shards)
         self._board.count(self._incarnation, STORED, told.count("stored"))
+
+
+def key_of(random: Random, stored: int) -> str:
+    """Draw the timeline of a record, when so many have been stored in all."""
+    return f"hot {stored // HOT}" if random.random() < HOT_SHARE else f"timeline {random.randrange(TIMELINES)}"
 
 
 def number_of(entry: Entry) -> int:

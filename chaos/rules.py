@@ -16,8 +16,8 @@ ODD = Hours.except_(EVEN, spread=5)
 MINUTE = 60.0
 WINDOW = 30.0
 
-# Digests in quick succession, in parts when a timeline has run full, and no record dropped: all that the producers
-# ever let wait fits into one timeline.
+# Digests in quick succession, in parts when a timeline has run full, and no record dropped: no timeline ever gets more
+# than it may hold, however slow this machine and its receivers are.
 PLAIN = Policy(minimum_delay=0.2, increment_delay=0.02, maximum_delay=0.5, max_size=300, capacity=10_000)
 
 
