@@ -21,6 +21,7 @@ from chaos.world import STARTING, Place, World
 
 PRIMARIES = 3
 USERS = 3  # processes of each kind
+SOON, NEVER = 1_000, clusters.UNTROUBLED  # ms after which nodes hold one that does not answer for lost
 TAG = Layout(SHARDS).tag
 SLOTS = {shard: key_slot(TAG(NAMESPACE, shard).encode()) for shard in range(SHARDS)}
 
@@ -119,6 +120,7 @@ class Cluster(World):
                 await until(node.is_up)
             await asyncio.to_thread(self._cluster.form, PRIMARIES)
             await self.until_whole()
+            await self.miss_after(NEVER)
         if not any(line.startswith(b"MIGRATESLOTS") for line in self.nodes[0].ask("CLUSTER", "HELP")):
             self.kinds = {kind: lasts for kind, lasts in CLUSTER_KINDS.items() if kind != AT_ONCE}
         return [Place(CLUSTER, CLUSTER, self._cluster.url)] * USERS
@@ -153,4 +155,15 @@ class Cluster(World):
         """Wait until every primary has its replica, which has all that was written, and all nodes know that."""
         await until(self.is_whole)
         for primary in await asyncio.to_thread(self.primaries):
-            await until(partial(primary.has_passed_on, await asyncio.to_thread(primary.written)))
+            await self.until_passed_on(primary)
+
+    async def until_passed_on(self, primary: Node) -> None:
+        """Wait until the replica of a primary has all that was written by now."""
+        await until(partial(primary.has_passed_on, await asyncio.to_thread(primary.written)))
+
+    async def miss_after(self, milliseconds: int) -> None:
+        """Tell the nodes that run when to hold another for lost: a busy machine lets any stand still, and only a loss
+        that was meant to be is accounted for."""
+        for node in self.nodes:
+            if node.process is not None:
+                await asyncio.to_thread(node.ask, "CONFIG", "SET", "cluster-node-timeout", milliseconds)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterable
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from typing import TypeAlias, cast
 
-from chaos.cluster import SLOTS, Cluster, Node, until
+from chaos.cluster import NEVER, SLOTS, SOON, Cluster, Node, until
 from chaos.faults import Faults, Inflict, Scope
 from chaos.plan import Planned
 from chaos.process import CLUSTER
@@ -58,6 +60,22 @@ class ClusterFaults(Faults):
 
     # Primaries
 
+    @asynccontextmanager
+    async def _lost(self, planned: Planned) -> AsyncGenerator[tuple[Node, Node]]:
+        """A primary that is to be lost, and the replica that takes its place, within a time in which nodes miss it.
+
+        All that the primary was told from now on is maybe known to nobody then.
+        """
+        primary, replica = await self._primary(planned)
+        since = time.monotonic_ns()
+        await self._cluster.until_passed_on(primary)
+        await self._cluster.miss_after(SOON)
+        try:
+            self._note("forgot", planned, since)
+            yield primary, replica
+        finally:
+            await self._cluster.miss_after(NEVER)
+
     async def _promoted(self, planned: Planned, replica: Node) -> None:
         """Wait until a replica has taken over, and all who run know it: the fault is over then."""
         await until(lambda: replica.is_primary and self._cluster.do_agree())
@@ -66,28 +84,29 @@ class ClusterFaults(Faults):
 
     async def _kill(self, planned: Planned) -> str:
         """It comes back empty, and so not before another one has its slots."""
-        primary, replica = await self._primary(planned)
-        self._note("forgot", planned)
-        primary.kill()
-        await self._promoted(planned, replica)
-        primary.start()
-        await until(primary.is_up)
+        async with self._lost(planned) as (primary, replica):
+            primary.kill()
+            await self._promoted(planned, replica)
+            primary.start()
+            await until(primary.is_up)
         return ""
 
     async def _stop(self, planned: Planned) -> str:
         """It wakes as a primary, and hears only then that it is none."""
-        primary, replica = await self._primary(planned)
-        assert primary.process is not None
-        process, primary.process = primary.process, None  # nobody asks it meanwhile
-        self._note("forgot", planned)
-        os.kill(process.pid, signal.SIGSTOP)
-        try:
-            await self._promoted(planned, replica)
-        finally:
-            self._note("stale", planned)
-            os.kill(process.pid, signal.SIGCONT)
-            primary.process = process
-        await until(lambda: primary.is_replica)
+        async with self._lost(planned) as (primary, replica):
+            assert primary.process is not None
+            process, primary.process = primary.process, None  # nobody asks it meanwhile
+            os.kill(process.pid, signal.SIGSTOP)
+            try:
+                await self._promoted(planned, replica)
+            finally:
+                since = time.monotonic_ns()
+                os.kill(process.pid, signal.SIGCONT)
+                primary.process = process
+            try:
+                await until(lambda: primary.is_replica)
+            finally:
+                self._note("stale", planned, since)
         return ""
 
     async def _fail_over(self, planned: Planned) -> str:

@@ -112,9 +112,10 @@ class Fault:
     over: float = inf
     idle: str = ""  # why nothing came of it
     shards: frozenset[int] | None = None  # of a cluster; None: all
-    # when a primary was lost with what its replica had not heard yet, and when one came back that was none any more
-    forgot: list[float] = field(default_factory=list[float])
-    stale: list[float] = field(default_factory=list[float])
+    # since when what a primary was told may be lost with it, as its replica may not have heard of it
+    forgot: float = inf
+    # when one that was none any more took itself for one
+    stale: list[Interval] = field(default_factory=list[Interval])
 
     def concerns(self, process: Process) -> bool:
         scope = (self.store, process.store), (self.path, process.path), (self.role, process.role)
@@ -240,9 +241,9 @@ def note(fault: Fault, kind: str, at: float, facts: Sequence[Any]) -> None:
     if kind == "hit":  # it had to wait until it could be inflicted
         fault.begun, fault.shards = at, frozenset(facts[0])
     elif kind == "forgot":
-        fault.forgot.append(at)
+        fault.forgot = facts[0] / 1e9
     elif kind == "stale":
-        fault.stale.append(at)
+        fault.stale.append((facts[0] / 1e9, at))
     else:  # the first end counts: things may be put in order after it
         fault.over, fault.idle = min(fault.over, at), facts[0]
 

@@ -20,7 +20,7 @@ from itertools import pairwise
 from math import inf
 from typing import TypeAlias
 
-from chaos.evidence import Call, Evidence, Fault, Process
+from chaos.evidence import Call, Evidence, Fault, Interval, Process
 from chaos.mail import address_of, id_of, is_unknown
 from chaos.plan import LEASE, MINUTE, STEP_BACK, TIMEOUT
 from chaos.process import SPAN
@@ -31,7 +31,7 @@ SHOWN = 10
 EARLIER = 1.5 * LEASE  # so long before a callback its lease may have been claimed, and a fault have begun to matter
 LEAVING = 2.0  # so long after it has cut its callbacks a worker may end
 LATE = 0.1  # so long before the end of its time a request may have arrived, as far as journals tell
-LAG = 0.5  # how far from the loss of a primary something may come of what it was told, and its replica never heard
+LAG = 0.5  # after a primary is none any more, something may be read of what it has answered
 REACTION = 0.25  # how long a loop that moves again needs until its callbacks are cancelled
 
 
@@ -310,9 +310,9 @@ def forgotten(evidence: Evidence, first: Call, second: Call) -> str:
         return reason
     for fault in evidence.faults:
         if fault.disturbs(first):
-            if is_near(first.begun, fault.forgot):
+            if fault.forgot < first.begun < fault.over + LAG:
                 return "a failover forgot the claim"
-            if is_near(first.begun, fault.stale) or is_near(second.begun, fault.stale):
+            if is_in(first.begun, fault.stale) or is_in(second.begun, fault.stale):
                 return "an old primary gave it"
     return ""
 
@@ -321,15 +321,15 @@ def forgotten_end(evidence: Evidence, call: Call) -> str:
     """How a failover accounts for that the store knows of a call, and not how it ended, though it was told."""
     for fault in evidence.faults:
         if fault.disturbs(call):
-            if is_near(call.told_at, fault.forgot):
+            if fault.forgot < call.told_at < fault.over + LAG:
                 return "a failover forgot the close"
-            if is_near(call.told_at, fault.stale):
+            if is_in(call.told_at, fault.stale):
                 return "an old primary took the close"
     return ""
 
 
-def is_near(time: float, moments: Iterable[float]) -> bool:
-    return any(abs(time - moment) < LAG for moment in moments)
+def is_in(time: float, intervals: Iterable[Interval]) -> bool:
+    return any(begun < time < ended + LAG for begun, ended in intervals)
 
 
 def is_frozen(evidence: Evidence, call: Call, attempts: list[Call]) -> bool:
