@@ -19,6 +19,8 @@ from typing import Any, Self
 
 import pytest
 from engines import Inbox, adding, delivering, engine_on, forever, holding, virtual_time
+from hypothesis import given
+from hypothesis import strategies as st
 from test_start import imported
 
 import aiodigest.channels
@@ -37,6 +39,7 @@ from aiodigest import (
     RetryPolicy,
 )
 from aiodigest.channels import Channel, Console, File, by_key, fan_out, local
+from aiodigest.channels.common import BEGINNING, Secrets
 from aiodigest.channels.local import as_json
 from aiodigest.rendering import Message
 from aiodigest.testing import TestEngine
@@ -214,6 +217,22 @@ async def test_a_channel_error_is_told_as_it_is_and_without_a_traceback(caplog: 
     async with delivering(inbox, await holding(1), retry=RetryPolicy(backoff=lambda _: 5)):
         assert (await inbox.outcome()).reason == "mail.example:25, connecting: refused"
     assert not [line for line in caplog.records if line.exc_info]
+
+
+# Secrets
+
+
+@given(
+    secret=st.text("ab ", min_size=1, max_size=30).filter(str.strip),
+    before=st.builds(str.__mul__, st.sampled_from("- "), st.integers(0, BEGINNING + 5)),
+)
+def test_no_secret_is_shown_in_part_where_a_text_is_cut(secret: str, before: str) -> None:
+    assert set(Secrets([secret]).one_line(before + secret)) <= {"-", "*"}
+
+
+def test_what_is_no_secret_is_hidden_only_if_it_is_long_enough() -> None:
+    secrets = Secrets(["no"], ["v1", "", "hook", "t%C3%B6ken"])
+    assert secrets.one_line("NO v1/hook: töken, t%C3%B6ken, aG9vaw==\nbm8=") == "*** v1/***: ***, ***, ***== ***"
 
 
 # Imports

@@ -16,7 +16,7 @@ from eventloops import Clock, clock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_webhook import outcome
-from webservers import DIE, HANG, Reply, Script, Site, at, status, web_server
+from webservers import DIE, HANG, Reply, Request, Script, Site, at, status, web_server
 
 from aiodigest import (
     JSON,
@@ -299,6 +299,14 @@ async def test_ntfy_takes_a_token_a_priority_and_tags_and_may_be_in_a_folder() -
     assert (first.target, first.headers["authorization"]) == ("/below/", "Bearer tk_123456")
     assert (first.json["topic"], first.json["priority"], first.json["tags"]) == ("topic", 5, ["warning"])
     assert (second.target, second.json["topic"]) == ("/", "other")
+
+
+async def test_the_topic_of_ntfy_which_whoever_knows_it_can_read_is_in_no_error() -> None:
+    def quote(stage: str, request: Request) -> Reply | None:
+        return Reply(507, f"no room in {request.json['topic']}".encode()) if stage == "request" else None
+
+    async with web_server(quote) as server, Ntfy(f"{server.url}/t0p1c", allow_private=True) as chat:
+        assert "507 no room in ***" in str(await outcome(chat(digest())))
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import re
 import socket
 import ssl
 from base64 import b64decode, b64encode
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property, partial
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any, cast
 
@@ -19,8 +19,7 @@ from httpx2 import URL, InvalidURL
 
 from aiodigest import ChannelError, InvalidArgument, OutcomeUnknown
 from aiodigest import __version__ as version
-from aiodigest.channels.common import hidden, is_wrong_tls, quotations
-from aiodigest.errors import one_line
+from aiodigest.channels.common import Secrets, is_wrong_tls
 
 MOST = 16_384  # bytes of an answer that are looked at
 EXCERPT = 200  # characters of it in an error
@@ -60,12 +59,8 @@ class WrongSetUp(Exception):
         self.advice = advice
 
 
-class Misled(httpcore2.ConnectError):
+class Misled(WrongSetUp, httpcore2.ConnectError):
     """A host's name leads nowhere, or to where it may not."""
-
-    def __init__(self, reason: str, advice: str) -> None:
-        super().__init__(reason)
-        self.advice = advice
 
 
 @dataclass(frozen=True)
@@ -145,17 +140,18 @@ async def addresses_of(host: str, port: int) -> list[Address]:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer of a receiver: ``name`` is its own, ``text`` the beginning of what it says, without our secrets."""
+    """Answer of a receiver: ``name`` is its own, ``text`` the beginning of what it says, our secrets included."""
 
     name: str
     status: int
-    headers: Mapping[str, str]
-    text: str
+    headers: Mapping[str, str] = field(repr=False)
+    text: str = field(repr=False)
+    secrets: Callable[[], Secrets] = field(repr=False)
 
-    @property
+    @cached_property
     def reason(self) -> str:
-        """The answer as one line."""
-        said = one_line(self.text)[:EXCERPT]
+        """The answer as one line, without secrets."""
+        said = self.secrets().one_line(self.text)[:EXCERPT]
         return f"{self.name}: {self.status} {said}".rstrip()
 
 
@@ -207,10 +203,13 @@ class Client:
         with suppress(Exception):
             await self._pool.aclose()
 
-    async def post(self, url: URL, headers: Mapping[str, str], body: bytes) -> Answer:
-        """Return the answer to a request. Raises ChannelError or WrongSetUp if there is none and the receiver cannot
-        have the whole request, else OutcomeUnknown."""
-        target, secrets = url, secrets_of(url, self.headers)
+    async def post(self, url: URL, headers: Mapping[str, str], body: bytes, given: URL) -> Answer:
+        """Return the answer to a request to ``url``, which comes of the URL that was ``given``.
+
+        Raises ChannelError or WrongSetUp if there is none and the receiver cannot have the whole request, else
+        OutcomeUnknown.
+        """
+        target, secrets = url, partial(secrets_of, given, self.headers)
         end = self.loop.time() + self.timeout
         for _ in range(HOPS + 1):
             answer = await self._ask(target, self._headers(url, target, headers, body), body, secrets, end)
@@ -241,7 +240,7 @@ class Client:
             raise ChannelError(f"{answer.name}: {answer.status} to what may not be followed") from None
 
     async def _ask(
-        self, url: URL, headers: list[tuple[bytes, bytes]], data: bytes, secrets: Sequence[str], end: float
+        self, url: URL, headers: list[tuple[bytes, bytes]], data: bytes, secrets: Callable[[], Secrets], end: float
     ) -> Answer:
         """Return the answer to one request, before the instant ``end`` by the loop's clock."""
         body, name = Body(data), name_of(url)
@@ -255,7 +254,7 @@ class Client:
             if isinstance(error, TimeoutError):
                 said = f"no answer within {self.timeout:g} s"
             else:
-                said = one_line(hidden(str(error) or type(error).__name__, secrets))
+                said = secrets().one_line(str(error) or type(error).__name__)
             reason = f"{name}: {said}"
             if body.is_sent:
                 raise OutcomeUnknown(reason) from None
@@ -267,8 +266,7 @@ class Client:
         text = await self._beginning(response)
         found = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in response.headers}
         is_plain = found.get("content-encoding", "identity").strip().lower() == "identity"
-        said = hidden(text.decode(errors="replace"), secrets) if is_plain else ""
-        return Answer(name, response.status, found, said)
+        return Answer(name, response.status, found, text.decode(errors="replace") if is_plain else "", secrets)
 
     async def _beginning(self, response: httpcore2.Response) -> bytes:
         """Return the beginning of an answer's contents. They end, if they are short and come soon, so that the
@@ -324,20 +322,15 @@ def name_of(url: URL) -> str:
     return url.netloc.decode()
 
 
-def secrets_of(url: URL, headers: Mapping[str, str]) -> list[str]:
-    """Return the parts of a URL and of headers that may be secret, as they may be quoted, longest first."""
-    parts = [*re.split(r"[/?&=;:]", url.raw_path.decode()), *_login(f"{url.username}:{url.password}")]
+def secrets_of(url: URL, headers: Mapping[str, str]) -> Secrets:
+    """Return the passwords, and the parts of a URL and of headers that may be secret."""
+    parts, logins = re.split(r"[/?&=;:]", url.raw_path.decode()), [f"{url.username}:{url.password}"]
     for word in (word for value in headers.values() for word in value.split()):
         parts += [word, *re.split(r'[=;:,"]', word)]
         with suppress(ValueError):  # which is no base64, or that of no text
-            parts += _login(b64decode(word, validate=True).decode())
-    return quotations(parts)
-
-
-def _login(text: str) -> list[str]:
-    """Return a name and a password together, as they are sent, and each for itself."""
-    name, colon, password = text.partition(":")
-    return [text, name, password] if colon else []
+            logins.append(b64decode(word, validate=True).decode())
+    passwords = [password for login in logins if (password := login.partition(":")[2])]
+    return Secrets(passwords, parts + [part for login in logins for part in (login, login.partition(":")[0])])
 
 
 def cause_of(error: BaseException) -> str:

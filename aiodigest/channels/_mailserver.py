@@ -14,8 +14,7 @@ from aiosmtplib import SMTP, SMTPDataError, SMTPException, SMTPHeloError, SMTPRe
 
 from aiodigest import ChannelError, OutcomeUnknown, Reject, RetryAfter
 from aiodigest.channels._mail import Mail
-from aiodigest.channels.common import SetUp, hidden, is_wrong_tls, quotations
-from aiodigest.errors import one_line
+from aiodigest.channels.common import Secrets, SetUp, is_wrong_tls
 
 SOON = 5.0  # seconds after which a mail that did not get its turn is tried again
 IDLE = 20.0  # seconds after which a connection is asked whether it still lives: routers forget
@@ -69,7 +68,7 @@ class MailServer:
         self._used = 0.0  # when the server answered last, by the loop's clock
         self._lost = -inf, ""  # when it could not be reached the last time, and why
         self._set_up = SetUp(of.name)
-        self._secrets = quotations([of.password, f"\0{of.username}\0{of.password}"]) if of.password else []
+        self._secrets = Secrets([of.password, f"\0{of.username}\0{of.password}"] if of.password else [])
         self._is_closed = False  # no mail begins any more
 
     async def send(self, mail: Mail) -> None:
@@ -128,7 +127,7 @@ class MailServer:
             self._drop()
             raise
         else:
-            self._set_up.works()
+            self._set_up.worked()
             self._used = self.loop.time()
             return
         if self._stage == CONNECT:
@@ -280,11 +279,11 @@ class MailServer:
 
     def _told(self, text: str) -> str:
         """Return what somebody says in one line, without the password that a server may quote."""
-        return one_line(hidden(text, self._secrets))
+        return self._secrets.one_line(text)
 
     def _tell(self, code: int, reason: str) -> None:
         """Log that no mail goes out as things are, once until one does."""
-        self._set_up.is_wrong((self._stage, code), ADVICE, reason)
+        self._set_up.failed((self._stage, code), ADVICE, reason)
 
 
 def _is_set_up(error: BaseException | None) -> bool:

@@ -65,26 +65,26 @@ class Posting(Channel):
 
     async def __call__(self, digest: Digest[Any], /, to: str | None = None) -> None:
         """Send a digest, to the URL ``to`` if one is given."""
-        url = await self._address(digest.key, to)
-        url, headers, body = await self._request(url, digest)
+        given = await self._address(digest.key, to)
+        url, own, body = await self._request(given, digest)
         client = self._client
         if client is None or client.loop is not asyncio.get_running_loop():
-            given, limit, context, redirects = self._settings
-            client = self._client = self._http.Client(self._rules, given, limit, context, redirects)
+            headers, limit, context, redirects = self._settings
+            client = self._client = self._http.Client(self._rules, headers, limit, context, redirects)
         set_up = self._set_up if to is None else None  # a receiver among many says nothing of the others
         try:
-            answer = await client.post(url, headers, body)
+            answer = await client.post(url, own, body, given)
         except self._http.WrongSetUp as error:
             if set_up is not None:
-                set_up.is_wrong(error.advice, error.advice, str(error))
+                set_up.failed(error.advice, error.advice, str(error))
             raise ChannelError(str(error)) from None
         if 200 <= answer.status < 300:
             if set_up is not None:
-                set_up.works()
+                set_up.worked()
             return
         meaning = self._meaning(answer, is_only=set_up is not None)
         if set_up is not None and answer.status in WRONG and isinstance(meaning, ChannelError):
-            set_up.is_wrong(answer.status, WRONG[answer.status], answer.reason)
+            set_up.failed(answer.status, WRONG[answer.status], answer.reason)
         raise meaning
 
     async def aclose(self) -> None:

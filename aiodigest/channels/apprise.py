@@ -14,12 +14,11 @@ from typing import Any
 
 from aiodigest import ChannelError, Digest, InvalidArgument, OutcomeUnknown, Reject
 from aiodigest.arguments import duration
-from aiodigest.channels.common import Channel, hidden, library, quotations, rendered_by
-from aiodigest.errors import one_line, shown
+from aiodigest.channels.common import Channel, Secrets, library, rendered_by
+from aiodigest.errors import shown
 from aiodigest.rendering import Message, Render
 
 TALKATIVE = "apprise", "urllib3.connectionpool"  # loggers that quote URLs
-SHORT = 4  # characters: what is shorter is no secret
 
 
 class Apprise(Channel):
@@ -105,8 +104,9 @@ class Apprise(Channel):
                 heard.append(f"{type(error).__name__}: {error}")
         scheme, *parts = re.split(r"[/?&=;:@,]", url)
         login = re.match(r"[^:]*://([^/?@]*)@", url)
-        secrets = quotations([*(part for part in parts if part != scheme), login[1] if login else ""], SHORT)
-        return one_line(hidden(heard[-1] if heard else "it says no", secrets))
+        whole = [login[1], login[1].partition(":")[2]] if login else []
+        secrets = Secrets(whole, (part for part in parts if part != scheme))
+        return secrets.one_line(heard[-1] if heard else "it says no")
 
 
 _heard = ContextVar[list[str] | None]("_heard", default=None)  # Apprise takes it along to threads of its own

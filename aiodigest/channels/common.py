@@ -7,7 +7,7 @@ import json
 import re
 import ssl
 from base64 import b64encode
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from html import escape
 from typing import Any, Self
@@ -15,13 +15,15 @@ from urllib.parse import quote, unquote
 
 from aiodigest import ConfigurationError, Digest
 from aiodigest.arguments import can_ask, require
+from aiodigest.errors import one_line
 from aiodigest.logs import logger_of
 from aiodigest.rendering import Render, plain
 
 logger = logger_of(__name__)
 
 PASSING = ssl.SSLEOFError, ssl.SSLZeroReturnError  # of TLS: the connection was lost
-SHORT = 6  # characters: what is shorter is no secret
+SHORT = 4  # characters: what is shorter, and not called a secret, is none
+BEGINNING = 1_000  # characters of what somebody says that are looked at
 
 
 class Channel:
@@ -103,13 +105,13 @@ class SetUp:
         self._name = name
         self._told: object = None
 
-    def is_wrong(self, kind: object, advice: str, reason: str) -> None:
+    def failed(self, kind: object, advice: str, reason: str) -> None:
         """Tell what is wrong, and what to check."""
         if self._told != kind:
             self._told = kind
             logger.error("%s %s: %s", self._name, advice, reason, extra={"reason": reason})
 
-    def works(self) -> None:
+    def worked(self) -> None:
         self._told = None
 
 
@@ -120,18 +122,33 @@ def is_wrong_tls(error: BaseException | None) -> bool:
     return error is not None and is_wrong_tls(error.__cause__)
 
 
-def quotations(secrets: Iterable[str], short: int = SHORT) -> list[str]:
-    """Return secrets in each form in which somebody may quote them, the longest first."""
-    plain = {each for secret in secrets for each in (secret, unquote(secret)) if len(each) >= short}
-    found = set(plain)
-    for each in plain:
-        found |= {quote(each, safe="", errors="replace"), json.dumps(each)[1:-1], escape(each)}
-        found.add(b64encode(each.encode(errors="replace")).decode().rstrip("="))
-    return sorted(found, key=len, reverse=True)
+class Secrets:
+    """What no error and no line of the log may quote: ``whole`` secrets, and ``parts`` of something, of which those are
+    taken for secrets that are not too short."""
+
+    def __init__(self, whole: Iterable[str], parts: Iterable[str] = ()) -> None:
+        found = {each for secret in whole for each in (secret, unquote(secret)) if each}
+        found |= {each for part in parts for each in (part, unquote(part)) if len(each) >= SHORT}
+        forms = sorted({form for each in found for form in _forms(each)}, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, forms)), re.IGNORECASE) if forms else None
+        self._within = BEGINNING + max(map(len, forms), default=0)
+
+    def one_line(self, text: str) -> str:
+        """Return the beginning of a text as one line, with ``***`` for each secret."""
+        found, end = "", 0
+        for match in self._pattern.finditer(text[: self._within]) if self._pattern else ():
+            if match.start() >= BEGINNING:
+                break
+            found += text[end : match.start()] + "***"
+            end = match.end()
+        return one_line(found + text[end:BEGINNING])
 
 
-def hidden(text: str, secrets: Iterable[str]) -> str:
-    """Return a text without the secrets that it quotes."""
-    for secret in secrets:
-        text = re.sub(re.escape(secret), "***", text, flags=re.IGNORECASE)
-    return text
+def _forms(secret: str) -> Iterator[str]:
+    """Yield the forms in which somebody may quote a secret."""
+    coded = b64encode(secret.encode(errors="replace")).decode()
+    yield secret
+    yield quote(secret, safe="", errors="replace")
+    yield json.dumps(secret)[1:-1]
+    yield escape(secret)
+    yield coded.rstrip("=") if len(secret) >= SHORT else coded
