@@ -75,7 +75,7 @@ from aiodigest.policy import (
     Terms,
     milliseconds,
 )
-from aiodigest.records.entries import identity_of, pack, unpack
+from aiodigest.records.entries import identity_of, pack, pack_new, unpack
 from aiodigest.records.validation import (
     DEFAULT,
     Bounds,
@@ -656,11 +656,14 @@ class DigestEngine(Generic[T]):
         urgent: bool,
         until: float = inf,
     ) -> Add:
-        tracing = self._registered.tracing
-        context = b"" if tracing is None else tracing.context()
         if type(encoded) is not bytes or len(encoded) > self.bounds.value:  # else the call is spared
             check_encoded(encoded, self.bounds.value)
-        entry = pack(record_id, None if timestamp is None else microseconds(timestamp), encoded, context)
+        tracing = self._registered.tracing
+        if record_id is None and timestamp is None and tracing is None:
+            entry = pack_new(encoded)
+        else:
+            context = b"" if tracing is None else tracing.context()
+            entry = pack(record_id, None if timestamp is None else microseconds(timestamp), encoded, context)
         terms = policy.terms
         if self._size_of is not None and (size := self._size_of(encoded)) > self.bounds.digest:
             raise LimitExceeded(f"a value may take at most {self.bounds.digest:,} bytes when decoded, not {size:,}")

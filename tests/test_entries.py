@@ -21,6 +21,7 @@ from aiodigest.records.entries import (
     identity_of,
     made_up,
     pack,
+    pack_new,
     places,
     stamp,
     unpack,
@@ -101,6 +102,14 @@ def test_ids_that_are_made_up_differ_and_are_hexadecimal_digits() -> None:
         made = id_of(name)
         assert len(made) == MADE_UP
         assert identity_of(made.encode()) == name
+
+
+def test_a_new_record_is_packed_as_one_without_id_timestamp_and_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = entries._random.getstate()
+    monkeypatch.setattr(entries, "time_ns", lambda: NOW)
+    packed = pack(None, None, b"value")
+    entries._random.setstate(state)
+    assert pack_new(b"value") == packed
 
 
 def test_copies_of_a_frozen_process_make_up_different_ids(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 from zlib import crc32
 
-from aiodigest.backend import Add, Backend, ShardMap
+from aiodigest.backend import Add, Backend
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
 from aiodigest.worker.batcher import BATCH_ITEMS, Batcher, batches
 
@@ -36,21 +36,20 @@ class Adder:
         self._is_over = False
         self._session = session
         self._batchers: dict[int, Batcher[Add, bool]] = {}  # by shard
-        self._sole: Batcher[Add, bool] | None = None  # of the only shard
-        self._sole_map: ShardMap | None = None  # where it is the only one
+        self._sole: Batcher[Add, bool] | None = None  # of the only shard, as far as its last answer tells
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def add(self, add: Add, began: float) -> Awaitable[bool]:
         """Queue an add, timed from ``began``, to be sent with the others of this turn; return what to await for its
         answer: True if it made its timeline ready."""
         key = add.key
-        if self._sole is not None and self._session.store.shard_map is self._sole_map:  # most have a single shard
+        if self._sole is not None:  # most have a single shard
             return self._sole.put(add, len(add.entry) + len(key), key, began)
         if self._session.is_connected:
             shard_map = self._session.store.shard_map
             if (batcher := self._batchers.get(shard_map.shard_of(key))) is not None:
                 if shard_map.adding == 1:
-                    self._sole, self._sole_map = batcher, shard_map
+                    self._sole = batcher
                 return batcher.put(add, weight(add), key, began)
         return self._begin(add, began)
 
@@ -72,6 +71,9 @@ class Adder:
         except AiodigestError as error:
             self._missed(error)
             raise
+        finally:
+            if backend.shard_map.current != range(shard, shard + 1):
+                self._sole = None  # what came to it meanwhile, the backend has sent to the others
         kinds = set(map(type, answers))
         if missed := kinds != {bool} and next((each for each in answers if isinstance(each, MISSED)), None):
             self._missed(missed)
@@ -150,6 +152,7 @@ class Adder:
             raise BackendUnavailable(self._session.refusal)
         for retired in [each for each in self._batchers if backend.shard_map.number_of(each) is None]:
             if not self._batchers[retired].unanswered:
+                self._sole = None  # it may be this one
                 del self._batchers[retired]
                 self._tasks.pop(retired).cancel()
         queues = CALLS if backend.shard_map.adding == 1 else 1  # several shards have several calls as it is

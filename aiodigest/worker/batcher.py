@@ -287,10 +287,10 @@ class Batcher(Generic[Item, Answer]):
             answers = [(job, error) for job in batch]
         for job, answer in answers:
             try:
-                if isinstance(answer, Exception):
-                    FAIL(job, answer)
-                else:
+                if answer is True or answer is False or not isinstance(answer, Exception):  # most are one of the first
                     SUCCEED(job, answer)
+                else:
+                    FAIL(job, answer)
             except asyncio.InvalidStateError:
                 pass  # its caller was cancelled, or its time was over
         if not self._answered:

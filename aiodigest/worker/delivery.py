@@ -370,8 +370,10 @@ class Dispatcher(Generic[T]):
     async def deliver(
         self, attempt: Attempt[T], call: Call | None = None, task: asyncio.Task[Any] | None = None
     ) -> Outcome:
-        """Deliver a digest in the current task, which a caller may know. Raises CancelledError only when cancelled from
-        outside, and Aside if it may not run now."""
+        """Deliver a digest in the current task, which is ``task`` if the caller has it at hand.
+
+        Raises CancelledError only when cancelled from outside, and Aside if the digest may not be delivered now.
+        """
         lease, call, task = attempt.lease, call or Call(), task or asyncio.current_task()
         clock = asyncio.get_running_loop().time
         try:
@@ -399,7 +401,7 @@ class Dispatcher(Generic[T]):
         if attempt.aside_ms:
             raise await self._settled(Aside(attempt.aside_ms), call, task)
         digest = attempt.digest
-        span = None if self.tracing is None else self.tracing.delivering(digest, attempt.contents.contexts)
+        traced = None if self.tracing is None else self.tracing.delivering(digest, attempt.contents.contexts)
         call.deadline = clock() + self.delivery_timeout
         try:
             error = await self._call(digest, task, call.deadline)
@@ -408,11 +410,11 @@ class Dispatcher(Generic[T]):
                 self._last_kind = None
             else:
                 outcome = self._raised(attempt, error, call, task)._replace(error=error)
-            if span is not None:
-                span.ended(outcome.result, outcome.reason, error.__cause__ if isinstance(error, TimedOut) else error)
+            if traced is not None:
+                traced.ended(outcome.result, outcome.reason, error.__cause__ if isinstance(error, TimedOut) else error)
         finally:
-            if span is not None:
-                span.left()
+            if traced is not None:
+                traced.left()
         return outcome if not (task and task.cancelling()) else await self._settled(outcome, call, task)
 
     def _compare_limits(self, attempt: Attempt[T]) -> None:

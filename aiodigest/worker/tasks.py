@@ -79,8 +79,8 @@ class Limited:
 class TimeLimit:
     """Limits the time of calls as ``asyncio.timeout`` does, with one timer for all that are under way in an event loop.
 
-    Those that begin first are to be over first. The timer is set for the first that
-    begins in a turn of the loop, and cancelled in the next one if all have ended: not for each that does not wait.
+    The first to begin must be the first whose time is over. The timer is set by the first call that begins in a turn of
+    the loop, and cancelled in the next turn if all have ended: calls that do not wait need no timer of their own.
     """
 
     def __init__(self) -> None:
