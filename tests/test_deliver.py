@@ -322,6 +322,7 @@ async def test_a_webhook_gets_a_login_or_headers_that_no_argument_shows(
     [
         ("http://localhost/hook\nno header", "each line must be a header"),
         ("http://localhost/hook\nHost: x", "headers may not name 'Host'"),
+        ("http://localhost/hook\nX-Team: a\nx-team: b", "each header may be given once"),
         (f"http://ann:{PASSWORD}@localhost/hook\nauthorization: Bearer x", "are two logins"),
         (f"smtp://localhost?to=a@example.org\nX-Token: {PASSWORD}", "are for webhooks alone"),
         (f"http://localhost/hook\nhttps://{PASSWORD}@localhost/hook", "holds one URL"),

@@ -730,6 +730,7 @@ async def test_networks_may_be_allowed_and_nothing_beside_them() -> None:
         {"headers": {"X Key": "1"}},
         {"headers": {"Webhook-Id": "1"}},
         {"headers": {"Content-Length": "1"}},
+        {"headers": {"X-Key": "1", "x-key": "2"}},
         {"allow_private": "everything"},
         {"allow_private": 5},
         {"timeout": 0},

@@ -314,6 +314,8 @@ def headers_of(headers: Mapping[str, str]) -> dict[str, str]:
             raise InvalidArgument(f"headers may not name {name!r}")
         if not VALUE.fullmatch(value):
             raise InvalidArgument(f"headers must have values of printable ASCII; that of {name!r} is none")
+    if len({name.lower() for name in headers}) < len(headers):
+        raise InvalidArgument("headers may name each header once, in capital letters or not")
     return dict(headers)
 
 

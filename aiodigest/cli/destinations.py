@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from aiodigest.rendering import Render
 
 SECRET = "AIODIGEST_DELIVER_SECRET"  # what holds it
-LONGEST = 10_000  # bytes of a file with a URL
+LONGEST = 10_000  # characters of a file with a URL and headers
 TRY = 30.0  # seconds
 SHOWN = "--subject, --template, --fields and --collapse"
 SMTP_OPTIONS = "to", "from", "tls"
@@ -211,9 +211,11 @@ def _read(given: str) -> tuple[str, bool, Sequence[str]]:
     else:
         try:
             with open(given[1:], encoding="utf-8") as file:
-                found = file.read(LONGEST)
+                found = file.read(LONGEST + 1)
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"--deliver: {given[1:]}: {getattr(error, 'strerror', None) or error}") from None
+        if len(found) > LONGEST:
+            raise ConfigurationError(f"--deliver: {given[1:]}: a URL and headers have at most {LONGEST:,} characters")
     url, *below = [line.strip() for line in found.split("\n") if line.strip()] or [""]
     return url, True, below
 
@@ -223,7 +225,10 @@ def _headers(lines: Sequence[str]) -> dict[str, str]:
     pairs = [line.partition(":") for line in lines]
     if not all(name and colon for name, colon, _ in pairs):
         raise ConfigurationError("--deliver: below the URL, each line must be a header: 'Authorization: Bearer ...'")
-    return {name.strip(): value.strip() for name, _, value in pairs}
+    headers = {name.strip().lower(): (name.strip(), value.strip()) for name, _, value in pairs}
+    if len(headers) < len(pairs):
+        raise ConfigurationError("--deliver: below the URL, each header may be given once")
+    return dict(headers.values())
 
 
 def _split(url: str) -> SplitResult:
