@@ -340,6 +340,13 @@ def test_headers_that_cannot_be_used_are_told_in_a_line(
     assert PASSWORD not in line
 
 
+def test_a_file_that_is_too_long_to_hold_a_url_and_headers_is_refused(command: Command, tmp_path: Path) -> None:
+    path = tmp_path / "url"
+    path.write_text(f"http://localhost/hook\nX-Token: {PASSWORD}{'x' * 10_000}")
+    told = f"aiodigest: --deliver: {path}: a URL and headers have at most 10,000 characters\n"
+    assert command("send", "--deliver", f"@{path}") == (2, "", told)
+
+
 @pytest.mark.parametrize(
     ("url", "told"),
     [
@@ -694,8 +701,9 @@ def test_an_error_of_the_system_is_told_as_what_it_is(command: Command, monkeypa
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(asyncio, "run", fail)
-    for names in ["send", "--exec", "true"], ["stats", "--namespace", "mail", "--url", "redis://localhost:1"]:
-        assert command(*names) == (1, "", "aiodigest: Too many open files\n")
+    assert command("send", "--exec", "true") == (69, "", "aiodigest: not delivered: Too many open files\n")
+    stats = "stats", "--namespace", "mail", "--url", "redis://localhost:1"
+    assert command(*stats) == (1, "", "aiodigest: Too many open files\n")
 
 
 def test_what_is_sent_for_trying_out_reads_like_a_digest() -> None:

@@ -144,8 +144,7 @@ async def _started(
         ours.close()
         if process is not None and process.returncode is None:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+                os.killpg(process.pid, signal.SIGKILL)  # a thread waits for its end, which may take long
 
 
 def _start(command: str, given: IO[bytes], told: IO[bytes]) -> Popen[bytes]:

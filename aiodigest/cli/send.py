@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import typer
 
-from aiodigest import AiodigestError, ChannelError, DeliverySignal, Digest, Record, Reject
+from aiodigest import ChannelError, DeliverySignal, Digest, Record, Reject
 from aiodigest.cli.destinations import (
     TRY,
     Collapse,
@@ -58,8 +58,8 @@ def send(
     try:
         with unhurried_errors():
             code, told = asyncio.run(_try(chosen, made_up(key)))
-    except OSError as error:
-        raise AiodigestError(reason_of(error)) from error
+    except OSError as error:  # such as too many open files
+        code, told = UNAVAILABLE, f"not delivered: {reason_of(error)}"
     if in_json:
         print_json({"destination": chosen.name, "delivered": code == 0, "reason": "" if code == 0 else told})
     elif code == 0:
