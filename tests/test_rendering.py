@@ -289,6 +289,11 @@ def test_a_digest_reads_well_as_text() -> None:
 OURS = '{%% extends "digest.html" %%}{%% block %s %%}{{ %s }}{%% endblock %%}'
 
 
+def test_a_block_within_a_replaced_one_may_have_any_name() -> None:
+    inner = '{% extends "digest.html" %}{% block footer %}a{% block own %}b{% endblock %}{% endblock %}'
+    assert ">ab</td>" in (Template(html=inner)(digest_of("x")).html or "")
+
+
 def test_a_template_is_a_string_or_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mail.html"
     file.write_text('<p title="{{ digest.key }}">{% for item in items %}{{ item.value.text }}{% endfor %}</p>')
@@ -385,8 +390,19 @@ def test_a_link_leads_to_the_web_or_nowhere(address: Any, link: str) -> None:
             "'base.html': only \"digest.html\" can be extended",
         ),
         ({"text": "{% include '/etc/passwd' %}"}, ConfigurationError, 'only "digest.html" can be extended'),
-        ({"variables": {"items": 1}}, InvalidArgument, "a name of variables must be a word that is not taken"),
-        ({"variables": {"a b": 1}}, InvalidArgument, "a name of variables must be a word that is not taken"),
+        (
+            {"html": '{% extends "digest.html" %}{% block foter %}x{% endblock %}'},
+            ConfigurationError,
+            "has a block 'foter'; digest.html has footer, header, item, items, notes, styles",
+        ),
+        (
+            {"variables": {"items": 1}},
+            InvalidArgument,
+            "variables may not name 'items'; taken are: count, digest",
+        ),
+        ({"variables": {"a b": 1}}, InvalidArgument, "a name of variables must be a word that Jinja2 takes for one"),
+        ({"variables": {"not": 1}}, InvalidArgument, "a name of variables must be a word that Jinja2 takes for one"),
+        ({"variables": {"true": 1}}, InvalidArgument, "a name of variables must be a word that Jinja2 takes for one"),
         ({"variables": ["a"]}, InvalidArgument, "variables must be a mapping from names to values"),
         ({"html": Path("/no/such/file")}, ConfigurationError, "No such file"),
         ({"text": "{% for a in items %}" * 25 + "{% endfor %}" * 25}, ConfigurationError, "too many statically nested"),

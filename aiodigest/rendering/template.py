@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import UTC, datetime, tzinfo
 from functools import cache
@@ -94,7 +94,7 @@ class Template:
     ------
     ConfigurationError
         If a template cannot be read or compiled, names a variable that there is not, extends or includes another one
-        than "digest.html", or Babel is not installed.
+        than "digest.html", has a block that this lacks, or Babel is not installed.
     InvalidArgument
         If another argument is not allowed.
     """
@@ -184,11 +184,23 @@ def _check(group_by: object, collapse: object, top: object, fields: Any) -> None
 def _checked(variables: Any) -> dict[str, object]:
     if not isinstance(variables, Mapping):
         raise InvalidArgument(f"variables must be a mapping from names to values, not {shown(variables)}")
-    named = cast("Mapping[Any, object]", variables)
+    named, taken = cast("Mapping[Any, object]", variables), NAMES | PAGE | SCOPED | {"formats", "range"}
     for name in named:
-        if not isinstance(name, str) or not name.isidentifier() or name in NAMES | PAGE | SCOPED | {"formats", "range"}:
-            raise InvalidArgument(f"a name of variables must be a word that is not taken, not {shown(name)}")
+        if not isinstance(name, str) or not _is_variable(name):
+            raise InvalidArgument(f"a name of variables must be a word that Jinja2 takes for one, not {shown(name)}")
+        if name in taken:
+            raise InvalidArgument(f"variables may not name {name!r}; taken are: {', '.join(sorted(taken))}")
     return dict(named)
+
+
+def _is_variable(name: str) -> bool:
+    """True if it is a name, and no word of the language, such as ``not`` or ``true``."""
+    if not name.isidentifier():
+        return False
+    try:
+        return meta.find_undeclared_variables(_environment(False).parse(f"{{{{ {name} }}}}")) == {name}
+    except jinja2.TemplateSyntaxError:
+        return False
 
 
 def _variables(seen: View, formats: Formats, text: str) -> dict[str, Any]:
@@ -327,7 +339,26 @@ def _check_names(part: str, parsed: nodes.Template, known: AbstractSet[str]) -> 
         taken = {each.name for each in parsed.find_all(nodes.Name) if each.ctx != "load"}
         taken |= {each.name for each in parsed.find_all(nodes.Macro)} | {"loop", "self"}
         if parsed.find(nodes.Extends) is not None:
+            if lost := {*_outer_blocks(parsed)} - _page_blocks():
+                has = ", ".join(sorted(_page_blocks()))
+                raise ConfigurationError(f"the template of {part} has a block {min(lost)!r}; digest.html has {has}")
             taken |= PAGE | (SCOPED if "item" in blocks else set())
     if unknown := meta.find_undeclared_variables(parsed) - known - taken - set(_environment(False).globals):
         names = ", ".join(sorted(known))
         raise ConfigurationError(f"the template of {part} names {min(unknown)!r}; there are: {names}")
+
+
+def _outer_blocks(node: nodes.Node) -> Iterator[str]:
+    """Yield the names of blocks that are in no other block, and so in the place of those of another page."""
+    for child in node.iter_child_nodes():
+        if isinstance(child, nodes.Block):
+            yield child.name
+        else:
+            yield from _outer_blocks(child)
+
+
+@cache
+def _page_blocks() -> AbstractSet[str]:
+    """Return the names of the blocks of the default page."""
+    parsed = _environment(True).parse(DEFAULT_HTML.read_text(encoding="utf-8"))
+    return {block.name for block in parsed.find_all(nodes.Block)}
