@@ -61,7 +61,8 @@ class InvalidArgument(_AboutField, ValueError):
     """An argument is not allowed; ``message`` says which values are, and quotes the argument. Nothing was stored.
 
     Of a number or a duration (in seconds) ``field`` is the argument's name, and ``given`` what it was; ``least`` or
-    ``most`` is its bound, which ``other`` names if it is another argument; without a bound, the two exclude each other.
+    ``most`` is its bound (what must be more than 0 has 0 for its ``least``), which ``other`` names if it is another
+    argument; without a bound, the two exclude each other.
     Where nothing is told so, ``field`` and ``other`` are empty, and the others None.
     """
 
