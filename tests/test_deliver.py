@@ -107,6 +107,21 @@ async def test_subject_template_and_fields_say_what_a_mail_says(pipe: Pipe, tmp_
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("name", ["pipe", "send"])
+async def test_times_that_are_shown_are_those_of_the_zone_that_is_asked_for(name: str, pipe: Pipe) -> None:
+    options = ("--group-by", "repo") if name == "pipe" else ()
+    async with mail_server() as mailbox:
+        code, *_ = await pipe(
+            *options, "--deliver", to(mailbox), "--tz", "Asia/Tokyo", command=name, input=lines("web")
+        )
+    assert code == 0
+    [mail] = mailbox.mails
+    body = mail.message.get_body(("plain",))
+    assert body is not None
+    assert body.get_content().rstrip().endswith("Times are in Asia/Tokyo.")
+
+
+@pytest.mark.processes
 async def test_no_answer_is_missed_on_any_event_loop(pipe: Pipe) -> None:
     given = lines(*(f"group-{number}" for number in range(40)))
     async with mail_server() as mailbox:

@@ -254,7 +254,9 @@ def test_without_jinja2_a_template_names_what_to_install(monkeypatch: pytest.Mon
 def test_a_message_tells_how_many_there_are(count: int) -> None:
     message = Template()(digest_of(*["a", "b"][:count], key="ann@example.org"), now=NOW)
     assert message.subject == ["Nothing new", "a", "a and 1 more"][count]
-    assert message.text.splitlines()[0] == ["0 updates", "1 update, 14:05", "2 updates, 14:04 to 14:05"][count]
+    told = ["0 updates", "1 update, 14:05", "2 updates, 14:04 to 14:05"][count]
+    assert message.text.splitlines()[0] == told
+    assert message.blocks[0].details.endswith(f"{told} (UTC)" if count else told)
     assert "ann@example.org" not in message.text + str(message.html), "whom it is for, the reader knows"
     assert (
         seen(digest_of("a", key="8f14e45f-ceea-467f-a8d5-1a2b3c4d5e6f")).heading

@@ -70,11 +70,13 @@ class Settings:
 
 @dataclass(frozen=True, repr=False)
 class Destination:
-    """Destination of digests. ``name`` tells it, and ``identity`` tells it from others; neither holds a secret."""
+    """Destination of digests. ``name`` tells it, and ``identity`` tells it from others; neither holds a secret.
+    ``is_read`` says that people read what is sent."""
 
     name: str
     identity: str
     make: Callable[[], Channel]
+    is_read: bool = False
 
 
 def destination(
@@ -85,6 +87,7 @@ def destination(
     template: Path | None = None,
     fields: str | None = None,
     collapse: str | None = None,
+    tz: str | None = None,
     hidden: Sequence[Sequence[str]] = (),
     timeout: float = TRY,
 ) -> Destination | None:
@@ -106,7 +109,7 @@ def destination(
             raise typer.BadParameter("--subject and --template need --deliver")
         return None
     try:
-        return _channel(deliver, is_shown, lambda: render_of(subject, template, fields, collapse, hidden), timeout)
+        return _channel(deliver, is_shown, lambda: render_of(subject, template, fields, collapse, tz, hidden), timeout)
     except InvalidArgument as error:
         raise ConfigurationError(f"--deliver: {error}") from None
 
@@ -116,20 +119,21 @@ def render_of(
     template: Path | None,
     fields: str | None,
     collapse: str | None,
+    tz: str | None,
     hidden: Sequence[Sequence[str]],
 ) -> Render:
     """Return what shows digests as the options say. Raises ConfigurationError."""
     from aiodigest.channels.common import rendered_by
 
     made = None
-    if not (subject is template is fields is collapse is None):
+    if not (subject is template is fields is collapse is tz is None):
         from aiodigest.rendering import Template
 
         of_html = template is not None and ".html" in template.name.lower()
         text, html = (None, template) if of_html else (template, None if template is None else "")
         names = None if fields is None else names_of(fields)
         alike = alike_of(collapse, names)
-        made = Template(subject=subject, text=text, html=html, fields=names, collapse=alike)
+        made = Template(subject=subject, text=text, html=html, fields=names, collapse=alike, tz=tz or "UTC")
     render = rendered_by(made)
     return lambda digest: render(without(digest, hidden)) if hidden else render(digest)
 
@@ -190,7 +194,7 @@ def _channel(given: str, is_shown: bool, render: Callable[[], Render], timeout: 
     channel = kind.make(getattr(aiodigest.channels, kind.channel), parts, settings, rest)
     name = scheme if kind.is_secret else f"{scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
     identity = text if parts.password is None else text.replace(f":{parts.password}@", "@", 1)
-    return Destination(name, identity, lambda: channel)
+    return Destination(name, identity, lambda: channel, kind.is_rendered)
 
 
 def _takes_secret(kind: Kind, parts: SplitResult) -> bool:

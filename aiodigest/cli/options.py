@@ -42,6 +42,13 @@ def parsed_option(name: str, text: str, parse: Callable[[str], object], metavar:
     return typer.Option(name, parser=parser, metavar=metavar, show_default=False, help=text, **settings)
 
 
+def zone_of(text: str) -> str:
+    """Return the name of a time zone, if there is one of that name. Raises InvalidArgument."""
+    from aiodigest import Hours  # imports time zones
+
+    return Hours("00:00-24:00", tz=text).tz
+
+
 class Once(TyperCommand):
     """Command whose options with one value are given once: of two, one would count, and the other be lost unsaid."""
 

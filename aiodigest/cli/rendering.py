@@ -75,20 +75,22 @@ def digest_text(
     *,
     fields: Sequence[str] | None = None,
     alike: Literal["similar", "equal"] | None = "similar",
+    tz: str | None = None,
     on_terminal: bool = False,
 ) -> bytes:
-    """Return a digest for people: its key, then ``fields`` of each record, or of several that are ``alike``.
+    """Return a digest for people: its key, then ``fields`` of each record, or of several that are ``alike``, with times
+    of a time zone (None is UTC).
 
     For a terminal it is in colours unless NO_COLOR is set, and no line is longer than the terminal is wide.
     """
     from rich.text import Text
 
-    from aiodigest.rendering.formats import Formats
+    from aiodigest.rendering.formats import Formats, zone
     from aiodigest.rendering.plaintext import more, summary, titled, zone_name
     from aiodigest.rendering.texts import cut
     from aiodigest.rendering.view import LOOKED_AT, view
 
-    formats = Formats(datetime.now(UTC))
+    formats = Formats(datetime.now(UTC), zone(tz or "UTC"))
     width = shutil.get_terminal_size().columns if on_terminal else TEXT_WIDTH
     seen = view(digest, formats, most=LOOKED_AT, chosen=fields, alike=alike)
     text = Text()

@@ -22,9 +22,10 @@ from aiodigest.cli.destinations import (
     TryTimeout,
     destination,
 )
-from aiodigest.cli.options import AsJson
+from aiodigest.cli.options import AsJson, parsed_option, zone_of
 from aiodigest.cli.output import FAILED, UNAVAILABLE, print_json, reason_of, say, unhurried_errors
 
+ZONE = parsed_option("--tz", "The time zone of times that are shown: Europe/Paris. [default: UTC]", zone_of, "ZONE")
 KEY = "The key of the digest; without ?to=, the address of a mail."
 EXAMPLES = """\b
 Examples:
@@ -41,6 +42,7 @@ def send(
     template: File = None,
     fields: Fields = None,
     collapse: Collapse = None,
+    tz: Annotated[str | None, ZONE] = None,
     key: Annotated[str, typer.Option(help=KEY)] = "aiodigest/test",
     try_timeout: TryTimeout = TRY,
     in_json: AsJson = False,
@@ -51,10 +53,13 @@ def send(
     whenever it was tried. 69: it was not delivered now; pipe would try again.
     """
     chosen = destination(
-        deliver, execute, subject=subject, template=template, fields=fields, collapse=collapse, timeout=try_timeout
-    )
+        deliver, execute, subject=subject, template=template, fields=fields, collapse=collapse, tz=tz,
+        timeout=try_timeout,
+    )  # fmt: skip
     if chosen is None:
         raise typer.BadParameter("say where: --deliver URL or --exec CMD")
+    if tz is not None and not chosen.is_read:
+        raise typer.BadParameter("--tz needs times that people read: JSON has those of UTC")
     try:
         with unhurried_errors():
             code, told = asyncio.run(_try(chosen, made_up(key)))

@@ -52,7 +52,8 @@ def text_of(view: View, formats: Formats) -> str:
 
 def blocks_of(view: View, formats: Formats) -> tuple[Block, ...]:
     """Return a view as blocks for chat services."""
-    blocks = [Block("heading", view.subject, " · ".join(filter(None, (view.heading, summary(view, formats)))))]
+    told = summary(view, formats) + (f" ({zone_name(formats)})" if view.count else "")
+    blocks = [Block("heading", view.subject, " · ".join(filter(None, (view.heading, told))))]
     for group in view.groups:
         if group.name:
             blocks.append(Block("heading", named(group, formats)))

@@ -43,12 +43,12 @@ from aiodigest.cli.destinations import (
     names_of,
 )
 from aiodigest.cli.event_loop import run_service
-from aiodigest.cli.options import EMBEDDED, AsJson, Timeout, Url, duration, parsed_option
+from aiodigest.cli.options import EMBEDDED, AsJson, Timeout, Url, duration, parsed_option, zone_of
 from aiodigest.cli.output import USAGE, reason_of, say, unhurried_errors
 from aiodigest.cli.pipe import parser
 from aiodigest.cli.pipe.feeder import Feeder
 from aiodigest.cli.pipe.streams import Sender, Writer, open_sources, prepare
-from aiodigest.cli.pipe.timing import cron_of, days_of, in_options, policy_of, spans_of, zone_of
+from aiodigest.cli.pipe.timing import cron_of, days_of, in_options, policy_of, spans_of
 from aiodigest.cli.rendering import digest_json, digest_text, without
 
 MAX_SIZE = 500
@@ -90,7 +90,8 @@ TIMES = "Digests go out at these times, as cron has them: '0 9 * * mon-fri'; soo
 AT = parsed_option("--at", TIMES, cron_of, "CRON")
 HOURS = parsed_option("--hours", "Digests go out in these hours alone: 08:00-20:00.", spans_of, "HH:MM-HH:MM")
 DAYS = parsed_option("--days", "The days of --hours: mon-fri. [default: all]", days_of, "DAYS")
-ZONE = parsed_option("--tz", "The time zone of --at and --hours: Europe/Paris. [default: UTC]", zone_of, "ZONE")
+SEEN = "The time zone of --at and --hours, and of times that are shown: Europe/Paris. [default: UTC]"
+ZONE = parsed_option("--tz", SEEN, zone_of, "ZONE")
 FORGOTTEN = "Forget a group that no run has printed for so long. [default: 7d, or twice --maximum-delay]"
 TTL = _delay("--ttl", FORGOTTEN)
 LIMITS = f"A group of so many lines is due at once; no digest has more. [default: {MAX_SIZE}; none with --capacity]"
@@ -185,12 +186,14 @@ def pipe(
         template=template,
         fields=fields,
         collapse=collapse,
+        tz=tz,
         hidden=hidden,
         timeout=try_timeout,
     )
     if in_json:
         output = "json"
     _refuse_together(goal is not None, output == "json", lines, fields, collapse)
+    _refuse_zone(tz, output == "text" if goal is None else goal.is_read, at, hours)
     room = inf  # a group may lose lines
     if capacity is None:
         max_size = max_size or MAX_SIZE
@@ -243,7 +246,7 @@ def pipe(
     alike = alike_of(collapse, chosen)
 
     def as_text(digest: Digest[JSON]) -> bytes:
-        return digest_text(without(digest, hidden), fields=chosen, alike=alike, on_terminal=os.isatty(1))
+        return digest_text(without(digest, hidden), fields=chosen, alike=alike, tz=tz, on_terminal=os.isatty(1))
 
     render = digest_json if output == "json" else as_text
     try:
@@ -272,6 +275,12 @@ def _refuse_together(sends: bool, in_json: bool, lines: bool, fields: str | None
         raise typer.BadParameter("--collapse is for text: JSON has all lines")
     if fields is not None and lines:
         raise typer.BadParameter("--fields names fields of JSON, and --lines are plain text")
+
+
+def _refuse_zone(tz: str | None, is_read: bool, at: str | None, hours: str | None) -> None:
+    """Raise BadParameter for a time zone of no times."""
+    if tz is not None and not is_read and at is None and hours is None:
+        raise typer.BadParameter("--tz needs --at or --hours, or times that people read: JSON has those of UTC")
 
 
 def _shape(group_by: str, id: parser.Template | None, timestamp: parser.Path | None, lines: bool) -> parser.Shape:

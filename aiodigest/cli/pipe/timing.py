@@ -32,17 +32,10 @@ def days_of(text: str) -> str:
     return _hours(ALL_DAY, text, "UTC").days
 
 
-def zone_of(text: str) -> str:
-    """Return the name of a time zone, if there is one of that name. Raises InvalidArgument."""
-    return _hours(ALL_DAY, ALL_DAYS, text).tz
-
-
 def policy_of(at: str | None, hours: str | None, days: str | None, tz: str | None, **values: Any) -> Policy:
     """Return the policy for these options; None is one that was not given. Raises BadParameter."""
     if days is not None and hours is None:
         raise typer.BadParameter("--days needs --hours")
-    if tz is not None and at is None and hours is None:
-        raise typer.BadParameter("--tz needs --at or --hours")
     zone = tz or "UTC"
     if at is not None:
         from aiodigest import At
