@@ -112,6 +112,8 @@ class World:
         roles = {"adds": adds, "delivers": delivers}
         actor = Actor(name, self._server, self.witness, source, **roles, fall=self._fall, policy=policy)
         actor.link.deaf = self._deaf
+        if self._is_peace:  # it takes the place of one that has fallen
+            actor.adding.clear()
         self._actors.append(actor)
         return actor
 
