@@ -224,10 +224,10 @@ async def test_a_channel_error_is_told_as_it_is_and_without_a_traceback(caplog: 
 
 @given(
     secret=st.text("ab ", min_size=1, max_size=30).filter(str.strip),
-    before=st.builds(str.__mul__, st.sampled_from("- "), st.integers(0, BEGINNING + 5)),
+    before=st.integers(BEGINNING - 40, BEGINNING + 5),
 )
-def test_no_secret_is_shown_in_part_where_a_text_is_cut(secret: str, before: str) -> None:
-    assert set(Secrets([secret]).one_line(before + secret)) <= {"-", "*"}
+def test_no_secret_is_shown_in_part_where_a_text_is_cut(secret: str, before: int) -> None:
+    assert Secrets([secret]).one_line(" " * before + secret) in ("***", "")
 
 
 def test_what_is_no_secret_is_hidden_only_if_it_is_long_enough() -> None:

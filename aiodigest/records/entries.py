@@ -37,8 +37,7 @@ MADE_UP = 20  # digits of an id that is made up
 _HEAD, _TRACED_HEAD = (bytes([ARRIVING | traced]) + bytes(6) for traced in (0, TRACED))
 _SIZES = [bytes([size]) for size in range(256)]
 _MADE_UP_BITS, _MADE_UP_SIZE = 4 * MADE_UP, MADE_UP // 2
-_MADE_UP = _SIZES[PACKED + _MADE_UP_SIZE]
-_NEW_HEAD = _HEAD + _MADE_UP
+_NEW_HEAD = _HEAD + _SIZES[PACKED + _MADE_UP_SIZE]
 _pack_exact = struct.Struct(">Bq").pack  # looked up once, and not for each record
 _pack_arrival = struct.Struct(">HI").pack
 unpack_arrival = struct.Struct(">BHIB").unpack_from
@@ -65,10 +64,18 @@ class RawRecord(NamedTuple):
         return id_of(self.identity)
 
 
+def pack_new(value: bytes) -> bytes:
+    """Pack a record as ``pack(None, None, value)`` does, in one call: most are such.
+
+    Its id is random, and by the time different in the copies of a frozen process. To ask the system for random bytes
+    each time takes four times as long.
+    """
+    return _NEW_HEAD + (_random_bits(_MADE_UP_BITS) ^ time_ns()).to_bytes(_MADE_UP_SIZE, "big") + value
+
+
 def made_up() -> bytes:
-    """Return the identity of a new id: random, and by the time different in the copies of a frozen process. To ask the
-    system for random bytes each time takes four times as long."""
-    return _MADE_UP + (_random_bits(_MADE_UP_BITS) ^ time_ns()).to_bytes(_MADE_UP_SIZE, "big")
+    """Return the identity of a new id."""
+    return pack_new(b"")[ARRIVAL_END:]
 
 
 def identity_of(record_id: bytes) -> bytes:
@@ -92,11 +99,6 @@ def pack(record_id: bytes | None, timestamp_us: int | None, value: bytes, contex
     if timestamp_us is None:
         return (_TRACED_HEAD if context else _HEAD) + identity + context + value
     return _pack_exact(VERSION | TRACED if context else VERSION, timestamp_us) + identity + context + value
-
-
-def pack_new(value: bytes) -> bytes:
-    """Pack a record as ``pack(None, None, value)`` does, in one call: most records are such."""
-    return _NEW_HEAD + (_random_bits(_MADE_UP_BITS) ^ time_ns()).to_bytes(_MADE_UP_SIZE, "big") + value
 
 
 def stamp(entry: bytes, now_ms: int) -> bytes:
