@@ -296,7 +296,8 @@ class Witness:
         """A callback was cancelled: with the lease of its digest, unless its time is over or its process leaves."""
         conduct = self.conducts[receipt.process]
         is_in_time = self._loop.time() < receipt.began + self.setup.delivery_timeout - 0.01
-        if is_in_time and conduct.leaving_since is None:
+        is_latest = self._taken_at(receipt) <= receipt.began  # else it has another lease, which was given since
+        if is_in_time and is_latest and conduct.leaving_since is None:
             conduct.given_up.add(receipt.digest_id)
 
     def _taken_at(self, receipt: Receipt) -> float:
