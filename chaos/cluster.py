@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 
 import clusters  # of the tests, which run on the same
@@ -21,7 +21,7 @@ from chaos.world import STARTING, Place, World
 
 PRIMARIES = 3
 USERS = 3  # processes of each kind
-SOON, NEVER = 1_000, clusters.UNTROUBLED  # ms after which nodes hold one that does not answer for lost
+SOON, LATE = 1_000, clusters.UNTROUBLED  # ms after which nodes hold one that does not answer for lost
 TAG = Layout(SHARDS).tag
 SLOTS = {shard: key_slot(TAG(NAMESPACE, shard).encode()) for shard in range(SHARDS)}
 
@@ -120,7 +120,7 @@ class Cluster(World):
                 await until(node.is_up)
             await asyncio.to_thread(self._cluster.form, PRIMARIES)
             await self.until_whole()
-            await self.miss_after(NEVER)
+            await self.give_up_after(LATE)
         if not any(line.startswith(b"MIGRATESLOTS") for line in self.nodes[0].ask("CLUSTER", "HELP")):
             self.kinds = {kind: lasts for kind, lasts in CLUSTER_KINDS.items() if kind != AT_ONCE}
         return [Place(CLUSTER, CLUSTER, self._cluster.url)] * USERS
@@ -161,9 +161,10 @@ class Cluster(World):
         """Wait until the replica of a primary has all that was written by now."""
         await until(partial(primary.has_passed_on, await asyncio.to_thread(primary.written)))
 
-    async def miss_after(self, milliseconds: int) -> None:
-        """Tell the nodes that run when to hold another for lost: a busy machine lets any stand still, and only a loss
+    async def give_up_after(self, milliseconds: int) -> None:
+        """Tell the nodes that run when to hold another for lost. A busy machine lets any stand still, and only a loss
         that was meant to be is accounted for."""
         for node in self.nodes:
             if node.process is not None:
-                await asyncio.to_thread(node.ask, "CONFIG", "SET", "cluster-node-timeout", milliseconds)
+                with suppress(redis.RedisError, OSError):  # it is told again when it is up
+                    await asyncio.to_thread(node.ask, "CONFIG", "SET", "cluster-node-timeout", milliseconds)

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import TypeAlias, cast
 
-from chaos.cluster import NEVER, SLOTS, SOON, Cluster, Node, until
+from chaos.cluster import LATE, SLOTS, SOON, Cluster, Node, until
 from chaos.faults import Faults, Inflict, Scope
 from chaos.plan import Planned
 from chaos.process import CLUSTER
@@ -61,59 +61,68 @@ class ClusterFaults(Faults):
     # Primaries
 
     @asynccontextmanager
-    async def _lost(self, planned: Planned) -> AsyncGenerator[tuple[Node, Node]]:
-        """A primary that is to be lost, and the replica that takes its place, within a time in which nodes miss it.
+    async def _taking_over(self) -> AsyncGenerator[None]:
+        """Let a replica take over inside, and at no other time: nodes hold each other for lost soon, and remember for
+        as short whom they have voted for."""
+        try:
+            await self._cluster.give_up_after(SOON)
+            yield
+        finally:
+            await self._cluster.give_up_after(LATE)
 
-        All that the primary was told from now on is maybe known to nobody then.
-        """
+    async def _loses(self, planned: Planned) -> tuple[Node, Node]:
+        """Return a primary that is to be lost, and its replica: what is told to the one from now on may be lost."""
         primary, replica = await self._primary(planned)
         since = time.monotonic_ns()
         await self._cluster.until_passed_on(primary)
-        await self._cluster.miss_after(SOON)
-        try:
-            self._note("forgot", planned, since)
-            yield primary, replica
-        finally:
-            await self._cluster.miss_after(NEVER)
+        self._note("forgot", planned, since)
+        return primary, replica
 
     async def _promoted(self, planned: Planned, replica: Node) -> None:
         """Wait until a replica has taken over, and all who run know it: the fault is over then."""
         await until(lambda: replica.is_primary and self._cluster.do_agree())
         self._note("over", planned, "")
-        await asyncio.sleep(planned.lasts)
 
     async def _kill(self, planned: Planned) -> str:
         """It comes back empty, and so not before another one has its slots."""
-        async with self._lost(planned) as (primary, replica):
+        primary, replica = await self._loses(planned)
+        async with self._taking_over():
             primary.kill()
             await self._promoted(planned, replica)
-            primary.start()
-            await until(primary.is_up)
+        await asyncio.sleep(planned.lasts)
+        primary.start()
+        await until(primary.is_up)
+        await self._cluster.give_up_after(LATE)
         return ""
 
     async def _stop(self, planned: Planned) -> str:
         """It wakes as a primary, and hears only then that it is none."""
-        async with self._lost(planned) as (primary, replica):
-            assert primary.process is not None
-            process, primary.process = primary.process, None  # nobody asks it meanwhile
-            os.kill(process.pid, signal.SIGSTOP)
-            try:
+        primary, replica = await self._loses(planned)
+        assert primary.process is not None
+        process = primary.process
+        try:
+            async with self._taking_over():
+                primary.process = None  # nobody asks it meanwhile
+                os.kill(process.pid, signal.SIGSTOP)
                 await self._promoted(planned, replica)
-            finally:
-                since = time.monotonic_ns()
-                os.kill(process.pid, signal.SIGCONT)
-                primary.process = process
-            try:
-                await until(lambda: primary.is_replica)
-            finally:
-                self._note("stale", planned, since)
+            await asyncio.sleep(planned.lasts)
+        finally:
+            since = time.monotonic_ns()
+            os.kill(process.pid, signal.SIGCONT)
+            primary.process = process
+        try:
+            await until(lambda: primary.is_replica)
+        finally:
+            self._note("stale", planned, since)
+            await self._cluster.give_up_after(LATE)
         return ""
 
     async def _fail_over(self, planned: Planned) -> str:
         """By hand: the primary waits until its replica has all."""
         _, replica = await self._primary(planned)
-        await asyncio.to_thread(replica.ask, "CLUSTER", "FAILOVER")
-        await until(lambda: replica.is_primary and self._cluster.do_agree())
+        async with self._taking_over():
+            await asyncio.to_thread(replica.ask, "CLUSTER", "FAILOVER")
+            await until(lambda: replica.is_primary and self._cluster.do_agree())
         return ""
 
     async def _pause(self, planned: Planned) -> str:

@@ -114,8 +114,7 @@ class Fault:
     shards: frozenset[int] | None = None  # of a cluster; None: all
     # since when what a primary was told may be lost with it, as its replica may not have heard of it
     forgot: float = inf
-    # when one that was none any more took itself for one
-    stale: list[Interval] = field(default_factory=list[Interval])
+    stale: Interval = inf, inf  # when a former primary took itself for one
 
     def concerns(self, process: Process) -> bool:
         scope = (self.store, process.store), (self.path, process.path), (self.role, process.role)
@@ -243,7 +242,7 @@ def note(fault: Fault, kind: str, at: float, facts: Sequence[Any]) -> None:
     elif kind == "forgot":
         fault.forgot = facts[0] / 1e9
     elif kind == "stale":
-        fault.stale.append((facts[0] / 1e9, at))
+        fault.stale = facts[0] / 1e9, at
     else:  # the first end counts: things may be put in order after it
         fault.over, fault.idle = min(fault.over, at), facts[0]
 

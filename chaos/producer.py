@@ -24,8 +24,8 @@ from chaos.rules import names
 
 Told = Literal["stored", "no", "unknown"]
 
-HOT_SHARE = 0.15  # of the records go to one timeline,
-HOT = 40_000  # until so many have been stored in all timelines: then to the next, so that none can ever be full
+HOT_SHARE = 0.15  # of the records go to one timeline, a hot one
+HOT_TURN = 40_000  # records that are stored in all, until another one is hot: so none can ever be full
 MOST_HELD = 20_000  # in all timelines; a store that is down takes nothing anyway
 # records of an add_many, adds at once, seconds between
 AFTER_DELETE, PAUSE = 12, 0.05  # records, and seconds between two: some cool-downs
@@ -149,7 +149,7 @@ class Producer:
 
 def key_of(random: Random, stored: int) -> str:
     """Draw the timeline of a record, when so many have been stored in all."""
-    return f"hot {stored // HOT}" if random.random() < HOT_SHARE else f"timeline {random.randrange(TIMELINES)}"
+    return f"hot {stored // HOT_TURN}" if random.random() < HOT_SHARE else f"timeline {random.randrange(TIMELINES)}"
 
 
 def number_of(entry: Entry) -> int:

@@ -31,7 +31,7 @@ SHOWN = 10
 EARLIER = 1.5 * LEASE  # so long before a callback its lease may have been claimed, and a fault have begun to matter
 LEAVING = 2.0  # so long after it has cut its callbacks a worker may end
 LATE = 0.1  # so long before the end of its time a request may have arrived, as far as journals tell
-LAG = 0.5  # after a primary is none any more, something may be read of what it has answered
+LAG = 0.5  # so long after a former primary has become a replica, something it had answered may be read
 REACTION = 0.25  # how long a loop that moves again needs until its callbacks are cancelled
 
 
@@ -310,9 +310,9 @@ def forgotten(evidence: Evidence, first: Call, second: Call) -> str:
         return reason
     for fault in evidence.faults:
         if fault.disturbs(first):
-            if fault.forgot < first.begun < fault.over + LAG:
+            if fault.forgot < first.begun < fault.over:
                 return "a failover forgot the claim"
-            if is_in(first.begun, fault.stale) or is_in(second.begun, fault.stale):
+            if is_in(fault.stale, first.begun) or is_in(fault.stale, second.begun):
                 return "an old primary gave it"
     return ""
 
@@ -321,15 +321,16 @@ def forgotten_end(evidence: Evidence, call: Call) -> str:
     """How a failover accounts for that the store knows of a call, and not how it ended, though it was told."""
     for fault in evidence.faults:
         if fault.disturbs(call):
-            if fault.forgot < call.told_at < fault.over + LAG:
+            if fault.forgot < call.told_at < fault.over:
                 return "a failover forgot the close"
-            if is_in(call.told_at, fault.stale):
+            if is_in(fault.stale, call.told_at):
                 return "an old primary took the close"
     return ""
 
 
-def is_in(time: float, intervals: Iterable[Interval]) -> bool:
-    return any(begun < time < ended + LAG for begun, ended in intervals)
+def is_in(interval: Interval, time: float) -> bool:
+    begun, ended = interval
+    return begun < time < ended + LAG
 
 
 def is_frozen(evidence: Evidence, call: Call, attempts: list[Call]) -> bool:
