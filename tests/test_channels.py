@@ -7,6 +7,8 @@ import fcntl
 import io
 import json
 import os
+import re
+import ssl
 import subprocess
 import sys
 from collections import Counter, deque
@@ -18,6 +20,7 @@ from textwrap import dedent
 from typing import Any, Self
 
 import pytest
+import trustme
 from engines import Inbox, adding, delivering, engine_on, forever, holding, virtual_time
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,7 +41,7 @@ from aiodigest import (
     RetryAfter,
     RetryPolicy,
 )
-from aiodigest.channels import Channel, Console, File, by_key, fan_out, local
+from aiodigest.channels import SMTP, Channel, Console, File, Webhook, by_key, fan_out, local
 from aiodigest.channels.common import BEGINNING, Secrets
 from aiodigest.channels.local import as_json
 from aiodigest.rendering import Message
@@ -233,6 +236,36 @@ def test_no_secret_is_shown_in_part_where_a_text_is_cut(secret: str, before: int
 def test_what_is_no_secret_is_hidden_only_if_it_is_long_enough() -> None:
     secrets = Secrets(["no"], ["v1", "", "hook", "t%C3%B6ken"])
     assert secrets.one_line("NO v1/hook: töken, t%C3%B6ken, aG9vaw==\nbm8=") == "*** v1/***: ***, ***, ***== ***"
+
+
+# TLS
+
+
+def channels_over_tls() -> list[Any]:
+    return [SMTP("mail.example", sender="a@mail.example"), Webhook("https://hooks.example/", secrets=None)]
+
+
+def test_what_ssl_cert_file_names_is_trusted_in_place_of_the_systems_authorities(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trustme.CA().cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+    smtp, webhook = channels_over_tls()
+    for context in (smtp._options.context, webhook._settings[2]):
+        assert len(context.get_ca_certs()) == 1
+        assert context.verify_mode is ssl.CERT_REQUIRED
+
+
+@pytest.mark.parametrize(("content", "told"), [(None, "No such file"), ("no certificate", "")])
+def test_a_file_of_authorities_that_cannot_be_read_is_refused_when_a_channel_is_made(
+    content: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ca.pem"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setenv("SSL_CERT_FILE", str(path))
+    with pytest.raises(ConfigurationError, match=rf"SSL_CERT_FILE: {re.escape(str(path))}: {told}"):
+        channels_over_tls()
 
 
 # Imports

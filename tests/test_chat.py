@@ -31,6 +31,7 @@ from aiodigest import (
 )
 from aiodigest.channels import Apprise, Discord, Ntfy, Slack, Teams
 from aiodigest.channels._posting import as_body
+from aiodigest.channels.apprise import secrets_of
 from aiodigest.channels.chat import _read, fitting, units
 from aiodigest.rendering import Block, Message, plain
 
@@ -404,6 +405,11 @@ async def test_apprise_says_no_and_it_is_tried_again_without_a_secret_in_error_o
     assert not [each for each in (TOKEN, "passw0rd") if each in told], told
     logging.getLogger("apprise").warning("of somebody else")
     assert "of somebody else" in caplog.text
+
+
+def test_the_password_of_an_apprise_url_is_hidden_and_a_short_name_alone_is_not() -> None:
+    assert secrets_of("mailto://jo@host").one_line("job failed") == "job failed"
+    assert secrets_of("mailto://jo:p@s@host").one_line("no p@s of jo, or jo:p@s") == "no *** of jo, or ***"
 
 
 async def test_apprise_that_says_nothing_leaves_an_unknown_outcome(clock: Clock) -> None:

@@ -780,6 +780,15 @@ async def test_secrets_are_in_no_error_log_or_repr(caplog: pytest.LogCaptureFixt
     assert not [each for each in hidden if each in told]
 
 
+async def test_short_logins_are_told_in_no_form_and_the_scheme_is() -> None:
+    login = b64encode(b"a:x9!").decode()
+    told = f"Basic {login} (x9!) was no login that is known".encode()
+    async with web_server(at("request", Reply(401, told))) as server:
+        headers = {"Authorization": f"Basic {login}"}
+        async with Webhook(server.url, secrets=None, headers=headers, allow_private=True) as webhook:
+            assert str(await outcome(webhook(digest()))).endswith(": 401 Basic *** (***) was no login that is known")
+
+
 def test_a_channel_tells_its_host_and_no_more() -> None:
     url = "https://ann:passw0rd@hooks.example/s3cret"
     assert repr(Webhook(url, secrets=SECRET)) == "Webhook('hooks.example')"

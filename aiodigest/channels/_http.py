@@ -38,6 +38,7 @@ UNTRUSTED = "has no TLS that is trusted: check url and tls_context, or SSL_CERT_
 UNKNOWN = socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)  # of a name that nobody has
 TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 VALUE = re.compile(r"[!-~](?:[ -~]*[!-~])?")
+SCHEMES = {"basic", "bearer"}  # of logins, which are no secret
 OURS = ("host", "content-length", "transfer-encoding", "connection", "accept-encoding", "content-type")
 
 
@@ -315,7 +316,7 @@ def headers_of(headers: Mapping[str, str]) -> dict[str, str]:
         if not VALUE.fullmatch(value):
             raise InvalidArgument(f"headers must have values of printable ASCII; that of {name!r} is none")
     if len({name.lower() for name in headers}) < len(headers):
-        raise InvalidArgument("headers may name each header once, in capital letters or not")
+        raise InvalidArgument("headers may have each header once, whatever its capitals")
     return dict(headers)
 
 
@@ -325,14 +326,17 @@ def name_of(url: URL) -> str:
 
 
 def secrets_of(url: URL, headers: Mapping[str, str]) -> Secrets:
-    """Return the passwords, and the parts of a URL and of headers that may be secret."""
+    """Return the logins and passwords, and the parts of a URL and of headers that may be secret."""
     parts, logins = re.split(r"[/?&=;:]", url.raw_path.decode()), [f"{url.username}:{url.password}"]
-    for word in (word for value in headers.values() for word in value.split()):
+    words = [word for value in headers.values() for word in value.split() if word.lower() not in SCHEMES]
+    for word in words:
         parts += [word, *re.split(r'[=;:,"]', word)]
         with suppress(ValueError):  # which is no base64, or that of no text
             logins.append(b64decode(word, validate=True).decode())
-    passwords = [password for login in logins if (password := login.partition(":")[2])]
-    return Secrets(passwords, parts + [part for login in logins for part in (login, login.partition(":")[0])])
+    pairs = [(login, *login.split(":", 1)) for login in logins if login.partition(":")[2]]
+    return Secrets(
+        [each for login, _, password in pairs for each in (login, password)], [*parts, *(p[1] for p in pairs)]
+    )
 
 
 def cause_of(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiodigest import ChannelError, Digest, InvalidArgument, Reject, RetryAfter
 from aiodigest.arguments import duration
-from aiodigest.channels.common import Channel, SetUp, library
+from aiodigest.channels.common import Channel, SetUp, library, named_authorities
 from aiodigest.errors import shown
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ class Posting(Channel):
 
         self._http = http
         self._rules = http.Rules.of(allow_private)
-        self._settings = http.headers_of(headers), duration(timeout, "timeout", 0.001), tls_context, redirects
+        context = tls_context or named_authorities()
+        self._settings = http.headers_of(headers), duration(timeout, "timeout", 0.001), context, redirects
         self._url = url if callable(url) else self._url_of(url, "url")
         self._client: Client | None = None
         self._set_up = None if callable(self._url) else SetUp(self._http.name_of(self._url))

@@ -102,11 +102,15 @@ class Apprise(Channel):
                     return None
             except Exception as error:
                 heard.append(f"{type(error).__name__}: {error}")
-        scheme, *parts = re.split(r"[/?&=;:@,]", url)
-        login = re.match(r"[^:]*://([^/?@]*)@", url)
-        whole = [login[1], login[1].partition(":")[2]] if login else []
-        secrets = Secrets(whole, (part for part in parts if part != scheme))
-        return secrets.one_line(heard[-1] if heard else "it says no")
+        return secrets_of(url).one_line(heard[-1] if heard else "it says no")
+
+
+def secrets_of(url: str) -> Secrets:
+    """Return the login, the password, and the parts of a URL that may be secret."""
+    scheme, *parts = re.split(r"[/?&=;:@,]", url)
+    login = re.match(r"[^:]*://([^/?]*?):([^/?]*)@", url)
+    whole = [f"{login[1]}:{login[2]}", login[2]] if login else []
+    return Secrets(whole, (part for part in parts if part != scheme))
 
 
 _heard = ContextVar[list[str] | None]("_heard", default=None)  # Apprise takes it along to threads of its own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import ssl
 from base64 import b64encode
@@ -97,6 +98,16 @@ def rendered_by(render: Render | None) -> Render:
     return Template()
 
 
+def named_authorities() -> ssl.SSLContext | None:
+    """Return a context that trusts what ``SSL_CERT_FILE`` names, and nothing else; None if it is not set. Raises
+    ConfigurationError."""
+    file = os.environ.get("SSL_CERT_FILE")
+    try:
+        return ssl.create_default_context(cafile=file) if file else None
+    except OSError as error:  # those of TLS too
+        raise ConfigurationError(f"SSL_CERT_FILE: {file}: {error.strerror or error}") from None
+
+
 class SetUp:
     """Settings by which a channel reaches the receiver ``name``: if they are wrong, one line of the log says so, once
     for each kind of fault in a row, until something goes out."""
@@ -123,8 +134,8 @@ def is_wrong_tls(error: BaseException | None) -> bool:
 
 
 class Secrets:
-    """What no error and no line of the log may quote: ``whole`` secrets, and ``parts`` of something, of which those are
-    taken for secrets that are not too short."""
+    """What no error and no line of the log may quote: ``whole`` secrets, and ``parts`` of something, of which those of
+    four characters or more count."""
 
     def __init__(self, whole: Iterable[str], parts: Iterable[str] = ()) -> None:
         found = {each for secret in whole for each in (secret, unquote(secret)) if each}

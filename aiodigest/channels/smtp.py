@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from aiodigest import ConfigurationError, Digest, InvalidArgument, Reject
 from aiodigest.arguments import can_ask, duration, require, whole
 from aiodigest.channels._mail import ONE, address_of, link_of, write
-from aiodigest.channels.common import Channel, library, rendered_by
+from aiodigest.channels.common import Channel, library, named_authorities, rendered_by
 from aiodigest.errors import shown
 from aiodigest.rendering import Render
 
@@ -126,7 +126,8 @@ class SMTP(Channel):
             raise InvalidArgument("one_click must come with unsubscribe, the link that is posted to")
         self._render = rendered_by(render)
         limit = duration(timeout, "timeout", 0.001)
-        self._options = Options(host, port, tls, tls_context, username, password, hello, limit, mute)
+        context = None if tls == "none" else tls_context or named_authorities()
+        self._options = Options(host, port, tls, context, username, password, hello, limit, mute)
         self._connect = MailServer
         self._server: MailServer | None = None
 

@@ -58,7 +58,7 @@ class Webhook(Posting):
         What signs, such as ``"whsec_..."``: 24 to 64 random bytes in base64. While one replaces another, both sign.
         None, in place of a function too, signs nothing; a function must return what signs, or the digest is not sent.
     headers : mapping of str to str, default {}
-        More headers, such as ``Authorization``.
+        More headers, such as ``Authorization``, each once.
     allow_private : bool, or one or several networks such as "10.0.0.0/8", default False
         Which addresses are allowed that are not public; True allows any. With it the URL may be of http, too.
     redirects : bool, default False
