@@ -294,6 +294,13 @@ OURS = '{%% extends "digest.html" %%}{%% block %s %%}{{ %s }}{%% endblock %%}'
 def test_a_block_within_a_replaced_one_may_have_any_name() -> None:
     inner = '{% extends "digest.html" %}{% block footer %}a{% block own %}b{% endblock %}{% endblock %}'
     assert ">ab</td>" in (Template(html=inner)(digest_of("x")).html or "")
+    again = '{% extends "digest.html" %}{% block own %}b{% endblock %}{% block footer %}a{{ self.own() }}{% endblock %}'
+    assert ">ab</td>" in (Template(html=again)(digest_of("x")).html or "")
+
+
+@pytest.mark.parametrize("name", ["namespace", "dict", "loops", "gruß"])
+def test_a_variable_may_have_any_name_that_is_not_taken(name: str) -> None:
+    assert Template(text=f"{{{{ {name} }}}}", variables={name: "mine"})(digest_of("x")).text == "mine"
 
 
 def test_a_template_is_a_string_or_a_file(tmp_path: Path) -> None:
@@ -402,9 +409,9 @@ def test_a_link_leads_to_the_web_or_nowhere(address: Any, link: str) -> None:
             InvalidArgument,
             "variables may not name 'items'; taken are: count, digest",
         ),
-        ({"variables": {"a b": 1}}, InvalidArgument, "a name of variables must be a word that Jinja2 takes for one"),
-        ({"variables": {"not": 1}}, InvalidArgument, "a name of variables must be a word that Jinja2 takes for one"),
-        ({"variables": {"true": 1}}, InvalidArgument, "a name of variables must be a word that Jinja2 takes for one"),
+        ({"variables": {"a b": 1}}, InvalidArgument, "names of variables must be names that Jinja2 can read"),
+        ({"variables": {"not": 1}}, InvalidArgument, "names of variables must be names that Jinja2 can read"),
+        ({"variables": {"true": 1}}, InvalidArgument, "names of variables must be names that Jinja2 can read"),
         ({"variables": ["a"]}, InvalidArgument, "variables must be a mapping from names to values"),
         ({"html": Path("/no/such/file")}, ConfigurationError, "No such file"),
         ({"text": "{% for a in items %}" * 25 + "{% endfor %}" * 25}, ConfigurationError, "too many statically nested"),

@@ -94,7 +94,7 @@ class Template:
     ------
     ConfigurationError
         If a template cannot be read or compiled, names a variable that there is not, extends or includes another one
-        than "digest.html", has a block that this lacks, or Babel is not installed.
+        than "digest.html", has a block that digest.html lacks, or Babel is not installed.
     InvalidArgument
         If another argument is not allowed.
     """
@@ -187,7 +187,7 @@ def _checked(variables: Any) -> dict[str, object]:
     named, taken = cast("Mapping[Any, object]", variables), NAMES | PAGE | SCOPED | {"formats", "range"}
     for name in named:
         if not isinstance(name, str) or not _is_variable(name):
-            raise InvalidArgument(f"a name of variables must be a word that Jinja2 takes for one, not {shown(name)}")
+            raise InvalidArgument(f"names of variables must be names that Jinja2 can read, not {shown(name)}")
         if name in taken:
             raise InvalidArgument(f"variables may not name {name!r}; taken are: {', '.join(sorted(taken))}")
     return dict(named)
@@ -198,7 +198,7 @@ def _is_variable(name: str) -> bool:
     if not name.isidentifier():
         return False
     try:
-        return meta.find_undeclared_variables(_environment(False).parse(f"{{{{ {name} }}}}")) == {name}
+        return _environment(False).parse(f"{{{{ {name} }}}}").find(nodes.Name) is not None
     except jinja2.TemplateSyntaxError:
         return False
 
@@ -339,7 +339,7 @@ def _check_names(part: str, parsed: nodes.Template, known: AbstractSet[str]) -> 
         taken = {each.name for each in parsed.find_all(nodes.Name) if each.ctx != "load"}
         taken |= {each.name for each in parsed.find_all(nodes.Macro)} | {"loop", "self"}
         if parsed.find(nodes.Extends) is not None:
-            if lost := {*_outer_blocks(parsed)} - _page_blocks():
+            if lost := {*_outer_blocks(parsed)} - _page_blocks() - {*_of_itself(parsed)}:
                 has = ", ".join(sorted(_page_blocks()))
                 raise ConfigurationError(f"the template of {part} has a block {min(lost)!r}; digest.html has {has}")
             taken |= PAGE | (SCOPED if "item" in blocks else set())
@@ -355,6 +355,13 @@ def _outer_blocks(node: nodes.Node) -> Iterator[str]:
             yield child.name
         else:
             yield from _outer_blocks(child)
+
+
+def _of_itself(parsed: nodes.Template) -> Iterator[str]:
+    """Yield the names of blocks that a template shows in other places, by ``self``."""
+    for node in parsed.find_all(nodes.Getattr):
+        if isinstance(node.node, nodes.Name) and node.node.name == "self":
+            yield node.attr
 
 
 @cache
