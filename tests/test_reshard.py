@@ -999,6 +999,18 @@ async def test_a_worker_that_saw_a_change_goes_on_after_its_server_was_emptied(s
         await box.digest(21)
 
 
+async def test_adds_go_to_the_new_shards_at_once_when_one_has_learned_of_them(server: Server, namespace: str) -> None:
+    async with engine_of(server, namespace, policy=LATER) as adder, engine_of(server, namespace) as other:
+        for _ in range(2):
+            await adder.add("k", 1)
+        looks = other.reshard(3)
+        await anext(looks)
+        for number in range(20):
+            await adder.add(f"k{number}", 1)
+        session = session_of(adder)
+        assert {*session.store.shard_map.current} <= session._adder._batchers.keys()
+
+
 async def test_an_engine_lets_go_of_what_it_had_for_shards_that_are_no_more(server: Server, namespace: str) -> None:
     box = Inbox()
     async with engine_of(server, namespace, shards=2, lease_timeout=1).delivering(box) as engine:

@@ -73,7 +73,7 @@ class Adder:
             raise
         finally:
             if backend.shard_map.current != range(shard, shard + 1):
-                self._sole = None  # what came to it meanwhile, the backend has sent to the others
+                self._sole = None  # what it still holds, the backend sends to the others
         kinds = set(map(type, answers))
         if missed := kinds != {bool} and next((each for each in answers if isinstance(each, MISSED)), None):
             self._missed(missed)
@@ -152,7 +152,6 @@ class Adder:
             raise BackendUnavailable(self._session.refusal)
         for retired in [each for each in self._batchers if backend.shard_map.number_of(each) is None]:
             if not self._batchers[retired].unanswered:
-                self._sole = None  # it may be this one
                 del self._batchers[retired]
                 self._tasks.pop(retired).cancel()
         queues = CALLS if backend.shard_map.adding == 1 else 1  # several shards have several calls as it is
