@@ -282,6 +282,7 @@ def test_the_help_of_pipe_says_what_surprises(command: Command) -> None:
 def test_a_digest_for_people_has_a_line_of_100_columns_for_each_record_or_for_several_that_are_alike() -> None:
     when = "1 Jan 1970 00:00"
     assert digest_text(DIGEST).decode() == f"k: 1 update, {when} UTC\n  {when}  é\n"
+    assert digest_text(DIGEST, tz="Asia/Tokyo").decode().partition("\n")[0].endswith(" Asia/Tokyo")
     texts = [*(f"login {number} failed" for number in range(12)), "words " * 40, "disk full"]
     values: list[JSON] = [{"text": text, "host": f"web{'x' * 80}", "level": 3} for text in texts]
     many = Digest("k", [Record(str(number), value, EPOCH) for number, value in enumerate(values)], "d", dropped=2)

@@ -188,8 +188,10 @@ def _channel(given: str, is_shown: bool, render: Callable[[], Render], timeout: 
         raise ConfigurationError(f"--deliver: {SECRET} is set, and {scheme}: has no use for it here: leave one out")
     if below and kind.channel != "Webhook":
         raise ConfigurationError("--deliver: headers, below the URL, are for webhooks alone")
-    settings = Settings(render(), secret, _headers(below), timeout)
     import aiodigest.channels
+    from aiodigest.rendering import plain
+
+    settings = Settings(render() if kind.is_rendered else plain, secret, _headers(below), timeout)
 
     channel = kind.make(getattr(aiodigest.channels, kind.channel), parts, settings, rest)
     name = scheme if kind.is_secret else f"{scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")

@@ -42,7 +42,7 @@ def parsed_option(name: str, text: str, parse: Callable[[str], object], metavar:
     return typer.Option(name, parser=parser, metavar=metavar, show_default=False, help=text, **settings)
 
 
-def zone_of(text: str) -> str:
+def zone_name_of(text: str) -> str:
     """Return the name of a time zone, if there is one of that name. Raises InvalidArgument."""
     from aiodigest import Hours  # imports time zones
 

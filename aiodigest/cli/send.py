@@ -22,10 +22,12 @@ from aiodigest.cli.destinations import (
     TryTimeout,
     destination,
 )
-from aiodigest.cli.options import AsJson, parsed_option, zone_of
+from aiodigest.cli.options import AsJson, parsed_option, zone_name_of
 from aiodigest.cli.output import FAILED, UNAVAILABLE, print_json, reason_of, say, unhurried_errors
 
-ZONE = parsed_option("--tz", "The time zone of times that are shown: Europe/Paris. [default: UTC]", zone_of, "ZONE")
+ZONE = parsed_option(
+    "--tz", "The time zone of times that are shown: Europe/Paris. [default: UTC]", zone_name_of, "ZONE"
+)
 KEY = "The key of the digest; without ?to=, the address of a mail."
 EXAMPLES = """\b
 Examples:
@@ -59,7 +61,7 @@ def send(
     if chosen is None:
         raise typer.BadParameter("say where: --deliver URL or --exec CMD")
     if tz is not None and not chosen.is_read:
-        raise typer.BadParameter("--tz needs times that people read: JSON has those of UTC")
+        raise typer.BadParameter("--tz needs times that people read: JSON has times in UTC")
     try:
         with unhurried_errors():
             code, told = asyncio.run(_try(chosen, made_up(key)))

@@ -43,7 +43,7 @@ from aiodigest.cli.destinations import (
     names_of,
 )
 from aiodigest.cli.event_loop import run_service
-from aiodigest.cli.options import EMBEDDED, AsJson, Timeout, Url, duration, parsed_option, zone_of
+from aiodigest.cli.options import EMBEDDED, AsJson, Timeout, Url, duration, parsed_option, zone_name_of
 from aiodigest.cli.output import USAGE, reason_of, say, unhurried_errors
 from aiodigest.cli.pipe import parser
 from aiodigest.cli.pipe.feeder import Feeder
@@ -90,8 +90,8 @@ TIMES = "Digests go out at these times, as cron has them: '0 9 * * mon-fri'; soo
 AT = parsed_option("--at", TIMES, cron_of, "CRON")
 HOURS = parsed_option("--hours", "Digests go out in these hours alone: 08:00-20:00.", spans_of, "HH:MM-HH:MM")
 DAYS = parsed_option("--days", "The days of --hours: mon-fri. [default: all]", days_of, "DAYS")
-SEEN = "The time zone of --at and --hours, and of times that are shown: Europe/Paris. [default: UTC]"
-ZONE = parsed_option("--tz", SEEN, zone_of, "ZONE")
+ZONES = "The time zone of --at and --hours, and of times that are shown: Europe/Paris. [default: UTC]"
+ZONE = parsed_option("--tz", ZONES, zone_name_of, "ZONE")
 FORGOTTEN = "Forget a group that no run has printed for so long. [default: 7d, or twice --maximum-delay]"
 TTL = _delay("--ttl", FORGOTTEN)
 LIMITS = f"A group of so many lines is due at once; no digest has more. [default: {MAX_SIZE}; none with --capacity]"
@@ -280,7 +280,7 @@ def _refuse_together(sends: bool, in_json: bool, lines: bool, fields: str | None
 def _refuse_zone(tz: str | None, is_read: bool, at: str | None, hours: str | None) -> None:
     """Raise BadParameter for a time zone of no times."""
     if tz is not None and not is_read and at is None and hours is None:
-        raise typer.BadParameter("--tz needs --at or --hours, or times that people read: JSON has those of UTC")
+        raise typer.BadParameter("--tz needs --at or --hours, or times that people read: JSON has times in UTC")
 
 
 def _shape(group_by: str, id: parser.Template | None, timestamp: parser.Path | None, lines: bool) -> parser.Shape:
