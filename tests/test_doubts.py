@@ -123,6 +123,27 @@ async def test_a_digest_that_was_lost_twice_runs_with_nothing_beside_it() -> Non
     assert inbox.results == ["delivered"] * 3
 
 
+async def test_what_runs_under_a_lease_that_has_ended_early_is_cut_when_its_own_worker_gets_another() -> None:
+    ended: list[str] = []
+
+    async def callback(digest: Digest[JSON]) -> None:
+        try:
+            await asyncio.sleep(5)
+            ended.append(f"{digest.key} returned")
+        except asyncio.CancelledError:
+            ended.append(f"{digest.key} cut")
+            raise
+
+    backend = WatchedBackend()
+    await backend.put("k", 1)
+    async with delivering(Inbox(*[callback] * 3), backend):
+        await asyncio.sleep(1)
+        backend.machines[0].leased["k"] = 0  # as a step of its server's clock ends it
+        await backend.put("other", 1)
+        await asyncio.sleep(LEASE / 4)  # before a renewal
+    assert sorted(ended) == ["k cut", "k returned", "other returned"]
+
+
 async def test_what_a_late_claim_brings_is_given_back_while_one_is_alone() -> None:
     backend = WatchedBackend(shards=2, held="claim")
     alone, late = keys_of(backend, 0, 1)

@@ -158,6 +158,13 @@ class Leases:
             logger.warning("the lease on timeline %r is lost: %s", key, why, extra=facts)
             active.cancel()
 
+    def superseded(self, key: str) -> None:
+        """End what is under way of a timeline on which another lease is given: the clock of its server has stepped
+        forward, and ended the lease before its time."""
+        for active in self.active:
+            if active.lease.key == key:
+                self._lose(active)
+
     def _expire(self) -> None:
         soon = asyncio.get_running_loop().time() + GRAIN
         for active in self.active:

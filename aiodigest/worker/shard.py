@@ -273,6 +273,7 @@ class ShardWorker:
             for lease, destination in chosen:
                 if lease.lost:
                     log_doubt(lease)
+                    self.leases.superseded(lease.key)
                 due = now - (claims.now_ms - lease.due_ms) / 1000
                 active = ActiveDelivery(lease, due, destination, self.leases, call=Call(clock=clock))
                 if shared.throttling is not None:
