@@ -46,6 +46,8 @@ HOSTILE = [
     "<!channel> <@U123> <#C1> & &lt; @everyone @here <@&1> <t:0>",
     "**b** *i* __u__ ~~s~~ `c` ```x``` ||s|| [a](https://evil.example) <https://x|y>",
     "a :smile: 1:2:3 ## no\n## head\n>>> all\n  > quote\n# head\n> quote\n- one\n+ two\n1. three\n-# small",
+    "-",
+    "1.\n+\u2003one\n-\xa0two",
     "\\*a\\\\*b\\",
     "{{DATE(2017-02-14T06:08:39Z, SHORT)}} <at>ann</at> ${x} {{7*7}} {% raw %}",
     "\x00\x07\x1b[31m\u202eright\u2066 to left\u2028\u2029\x85",

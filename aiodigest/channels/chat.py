@@ -28,7 +28,7 @@ LOOKED_AT = 5_000  # characters of a part, which is more than any service takes
 TEXT = 100_000  # characters of a text without parts
 DISCORD = re.compile(  # what must be escaped where, and what is one token
     r"""https?://[\w./?=&%#+-]+ # stays, so that it can be clicked
-    | (?P<before>(?<![^\n])[ ]*(?:\d+(?=\.)|-(?=\#))?)(?P<mark>[.+-](?=\s)|[\#>]) # begins entries, headings, quotes
+    | (?P<before>(?<![^\n])[ ]*(?:\d+(?=\.)|-(?=\#))?)(?P<mark>[.+-](?!\w)|[\#>]) # begins entries, headings, quotes
     | (?P<letter>[][\\*_~`|<]|@(?=everyone|here)|:(?=\w+:)) | .""",
     re.VERBOSE | re.DOTALL | re.ASCII,
 )
