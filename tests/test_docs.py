@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from configparser import ConfigParser
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx2
 import pytest
@@ -38,6 +38,7 @@ from aiodigest.testing import TestEngine
 
 COMMANDS = {"aiodigest", "printf", "echo", "cat"}  # what a reader may be told to run, beside make and pip install
 DAY = 86_400
+Done: TypeAlias = subprocess.CompletedProcess[str]
 PYTEST = ["-m", "pytest", "-v", "-p", "no:cacheprovider", "-o", "asyncio_default_fixture_loop_scope=function"]
 
 
@@ -70,10 +71,23 @@ def commands_of(block: Block) -> Iterator[str]:
     assert not command, f"{block}: the last command goes on"
 
 
-def run(*command: str | Path, data: Path) -> subprocess.CompletedProcess[str]:
+def run(*command: str | Path, data: Path) -> Done:
     variables = environment(data) | {"SMTP_PASSWORD": "a reader's own"}
     settings: dict[str, Any] = {"cwd": data, "env": variables, "stdin": subprocess.DEVNULL}
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False, **settings)
+
+
+def run_until(fits: Callable[[Done], bool], script: str, data: Path) -> Done:
+    """Run a program of a page, up to five times until it fits: a busy machine may stand still for longer than it waits
+    (five seconds for the start of its server, the default, or for a cool-down of one)."""
+    path = data / "block.py"
+    path.write_text(script)
+    done = run(sys.executable, path, data=data)
+    for _ in range(4):
+        if fits(done):
+            break
+        done = run(sys.executable, path, data=data)
+    return done
 
 
 def test_every_code_block_is_in_a_language_that_is_run_here() -> None:
@@ -89,9 +103,7 @@ def test_a_document_that_is_followed_as_a_whole_has_a_test_that_does(document: P
 @pytest.mark.docs
 @pytest.mark.parametrize("block", [block for block in SCRIPTS if block not in TESTS], ids=str)
 def test_a_python_block_runs_as_it_stands(block: Block, data: Path) -> None:
-    script = data / "block.py"
-    script.write_text(block.text)
-    done = run(sys.executable, script, data=data)
+    done = run_until(lambda done: "no connection within 5 s" not in done.stdout + done.stderr, block.text, data)
     assert (done.returncode, done.stderr) == (0, ""), f"{block}: {done.stdout}{done.stderr}"
 
 
@@ -100,8 +112,9 @@ def test_a_python_block_runs_as_it_stands(block: Block, data: Path) -> None:
 def test_the_first_program_of_a_page_prints_what_the_page_says(name: str, data: Path) -> None:
     blocks = list(blocks_of(ROOT / name))
     script = next(index for index, block in enumerate(blocks) if block.language == "python")
-    done = run(sys.executable, "-c", blocks[script].text, data=data)
-    assert (blocks[script + 1].language, done.stdout) == ("", blocks[script + 1].text)
+    told = blocks[script + 1].text
+    done = run_until(lambda done: done.stdout == told, blocks[script].text, data)
+    assert (blocks[script + 1].language, done.stdout) == ("", told)
 
 
 @pytest.mark.docs
