@@ -166,6 +166,8 @@ class Evidence:
     mails: list[Mail] | None = None  # None if there was no mail server
     answered: Counter[int] = field(default_factory=Counter[int])  # instead of accepting a mail, by the code
     doubted: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])  # when, and which digest
+    # of each record that was added after a delete of unknown outcome, by whom and when that was sent
+    after_delete: dict[int, tuple[Process, float]] = field(default_factory=dict[int, tuple[Process, float]])
     twice: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # the same, where nothing was wrong
     wall: float = 0.0  # how far this machine's clock is ahead of the journals'
     wrong: list[str] = field(default_factory=list[str])  # what must not happen at all, whatever became of the records
@@ -273,8 +275,8 @@ def of_process(evidence: Evidence, incarnation: int, lines: Iterable[Line]) -> N
                 call = untold.pop((facts[0], facts[1]), None)  # none if it was too old, or empty, to be called
                 if call is not None:
                     call.told, call.told_at = facts[2], at
-            case "doubted":
-                evidence.doubted.append((at, facts[0]))
+            case "doubted" | "after delete":
+                note_doubt(evidence, process, kind, at, facts)
             case "still":
                 process.still.append((at - facts[0], at))
             case "block":  # of which it could not write the end if it was killed meanwhile
@@ -283,6 +285,14 @@ def of_process(evidence: Evidence, incarnation: int, lines: Iterable[Line]) -> N
                 evidence.wrong.append(f"{process.role} {process.incarnation}: {facts[0]}")
             case _:
                 pass
+
+
+def note_doubt(evidence: Evidence, process: Process, kind: str, at: float, facts: Sequence[Any]) -> None:
+    """Add what is told of a digest, or of a delete, whose outcome nobody knows."""
+    if kind == "doubted":
+        evidence.doubted.append((at, facts[0]))
+    else:
+        evidence.after_delete[facts[1]] = process, facts[0] / 1e9
 
 
 def of_mails(evidence: Evidence, lines: Iterable[Line]) -> None:

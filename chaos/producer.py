@@ -78,13 +78,17 @@ class Producer:
         """
         while not self._stop.is_set():
             key = f"deleted {self._next}"
-            began = time.monotonic()
+            began, is_unknown = time.monotonic(), False
             try:
                 await self._engine.delete(key)
             except BackendUnavailable:
+                is_unknown = True
                 await asyncio.sleep(began + TIMEOUT - time.monotonic())
             for _ in range(AFTER_DELETE):
-                await self._add(self._entries(1, key))
+                [entry] = self._entries(1, key)
+                if is_unknown:
+                    self._journal.write("after delete", round(began * 1e9), number_of(entry))
+                await self._add([entry])
                 await asyncio.sleep(PAUSE)
 
     async def _keep_ruling(self) -> None:

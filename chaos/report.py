@@ -22,7 +22,7 @@ class Run:
     lasted: float
 
 
-LET_THROUGH = "replaced by a late add after a step of the clock"
+LET_THROUGH = "taken by a late call after a step of the clock"
 
 
 def counts(run: Run, verdict: Verdict) -> list[tuple[str, str]]:

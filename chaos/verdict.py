@@ -72,7 +72,7 @@ class Verdict:
     duplicates: Counter[str] = field(default_factory=Counter[str])  # records, by explanation
     overlaps: Counter[str] = field(default_factory=Counter[str])  # calls, by explanation
     lost: list[int] = field(default_factory=list[int])
-    let_through: int = 0  # records that an add took the place of which came late, as the server's clock had gone back
+    let_through: int = 0  # records that a call took away which came late, as the server's clock had gone back
     findings: list[str] = field(default_factory=list[str])
     recoveries: dict[str, Recovery] = field(default_factory=lambda: defaultdict[str, Recovery](Recovery))
     longest_add: float = 0.0
@@ -151,7 +151,7 @@ def account(evidence: Evidence, verdict: Verdict) -> None:
         verdict.acknowledged += 1
         if record not in known and record not in completed and record not in letters and record not in held:
             verdict.lost.append(record)
-    late = replaced_late(evidence, verdict.lost, begun | letters)
+    late = replaced_late(evidence, verdict.lost, begun | letters) | deleted_late(evidence, verdict.lost)
     verdict.lost, verdict.let_through = [record for record in verdict.lost if record not in late], len(late)
     refused = set(numbers(evidence, "no"))
     unknown = set(numbers(evidence, "unknown"))
@@ -195,24 +195,48 @@ def replaced_late(evidence: Evidence, lost: Sequence[int], came: set[int]) -> se
     return {record for record in lost if any(each in known for each in groups.get(record, ()) if each < record)}
 
 
-def let_through(evidence: Evidence) -> set[int]:
-    """The records of unknown outcome that a server may have stored although their time was over.
-
-    A proxy held them back until then, and meanwhile, or since the process had asked for the time, the server's clock
-    had gone back. A process asks once a minute and in each new connection, and has no others after a failed call.
-    """
+def deleted_late(evidence: Evidence, lost: Iterable[int]) -> set[int]:
+    """The records that a delete may have taken which was sent before them, and came after its time was over."""
+    if not (gone := evidence.after_delete.keys() & set(lost)):
+        return set()
+    failed = defaultdict[Process, list[float]](list)
+    added = {record: each for each in evidence.added for record in range(each.first, each.last + 1) if record in gone}
+    for each in sorted(evidence.added, key=lambda added: added.at):
+        if each.told == "unknown":
+            failed[each.process].append(each.at)
     found = set[int]()
-    failed: dict[Process, list[float]] = defaultdict(list)
+    for record in gone:
+        process, sent = evidence.after_delete[record]
+        if added[record].at - added[record].took < arrival(evidence, process, sent, sent + TIMEOUT, failed[process]):
+            found.add(record)
+    return found
+
+
+def let_through(evidence: Evidence) -> set[int]:
+    """The records of unknown outcome that a server may have stored although their time was over."""
+    found = set[int]()
+    failed = defaultdict[Process, list[float]](list)
     for added in sorted(evidence.added, key=lambda added: added.at):
         if added.told == "unknown":
-            process, sent, before = added.process, added.at - added.took, failed[added.process]
-            asked = max(process.started, sent - MINUTE, *before[: bisect_right(before, sent)][-1:])
-            before.append(added.at)
-            faults = [fault for fault in evidence.faults if fault.begun < added.at and fault.concerns(process)]
-            is_held = any(fault.path and fault.over > sent + TIMEOUT - LATE for fault in faults)
-            if is_held and any(fault.kind == STEP_BACK and fault.over > asked for fault in faults):
+            before = failed[added.process]
+            if arrival(evidence, added.process, added.at - added.took, added.at, before):
                 found.update(range(added.first, added.last + 1))
+            before.append(added.at)
     return found
+
+
+def arrival(evidence: Evidence, process: Process, sent: float, over: float, failed: Sequence[float]) -> float:
+    """When a call may have arrived at the latest that was ``sent`` and was to be ``over`` before; 0 if it cannot have.
+
+    A proxy held it back until then, and meanwhile, or since the process had asked for the time, the server's clock had
+    gone back. A process asks once a minute and in each new connection, and has no others after a call has ``failed``.
+    """
+    asked = max(process.started, sent - MINUTE, *failed[: bisect_right(failed, sent)][-1:])
+    faults = [fault for fault in evidence.faults if fault.concerns(process)]
+    held = [fault.over for fault in faults if fault.path and fault.begun < over and fault.over > sent + TIMEOUT - LATE]
+    latest = max(held, default=0.0)
+    has_stepped = any(fault.kind == STEP_BACK and fault.over > asked and fault.begun < latest for fault in faults)
+    return latest if has_stepped else 0.0
 
 
 def find_broken_rules(evidence: Evidence, verdict: Verdict) -> None:

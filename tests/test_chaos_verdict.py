@@ -265,6 +265,26 @@ def test_a_late_add_may_take_the_place_of_what_replaced_it_after_a_step_of_the_c
 
 
 @pytest.mark.parametrize(
+    ("master", "added_at", "may_be"),
+    [
+        ([*HELD_BACK, *STEP], 4_100, True),
+        ([*HELD_BACK, *fault(4_200, 4_300, 2, STEP_BACK)], 4_100, True),
+        (HELD_BACK, 4_100, False),
+        ([*HELD_BACK, *STEP], 4_900, False),
+        ([*HELD_BACK, *fault(4_600, 4_700, 2, STEP_BACK)], 4_100, False),
+    ],
+    ids=["held back after a step", "held back during a step", "no step", "added after that", "a step after that"],
+)
+def test_a_late_delete_may_take_what_was_added_after_it_after_a_step_of_the_clock_alone(
+    master: list[Line], added_at: float, may_be: bool
+) -> None:
+    added = [line("after delete", added_at - 10, 2_000_000_000, FIRST), line("stored", added_at, FIRST, FIRST, 0.001)]
+    found = verdict({PRODUCER: added}, *master, ways=("proxy 0", "socket", "socket"))
+    assert found.findings == ([] if may_be else [LOST.format(0)])
+    assert found.let_through == may_be
+
+
+@pytest.mark.parametrize(
     ("more", "overlaps"),
     [
         ([end(3_100, 1, "cut")], {"unexplained": 1}),
