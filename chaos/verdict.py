@@ -226,7 +226,7 @@ def let_through(evidence: Evidence) -> set[int]:
 
 
 def arrival(evidence: Evidence, process: Process, sent: float, over: float, failed: Sequence[float]) -> float:
-    """When a call may have arrived at the latest that was ``sent`` and was to be ``over`` before; 0 if it cannot have.
+    """Return the latest time at which a call may have arrived that was ``sent``, and was to be ``over`` before; or 0.
 
     A proxy held it back until then, and meanwhile, or since the process had asked for the time, the server's clock had
     gone back. A process asks once a minute and in each new connection, and has no others after a call has ``failed``.

@@ -33,11 +33,12 @@ onload = () => {
 </script>
 """
 
-pytestmark = [pytest.mark.processes, pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH")]
+pytestmark = pytest.mark.processes
 
 
 def looked_at(digest: Digest[Any], folder: Path, wide: int, *, dark: bool = False) -> dict[str, Any]:
     """Return what a browser makes of the page of a digest."""
+    assert CHROMIUM, "mails are looked at in chromium, which is not on the PATH: install the package of that name"
     html = str(Template(group_by="host")(digest, now=NOW).html)
     page = folder / "page.html"
     page.write_text(LOOK % (wide, escape(html)), encoding="utf-8")

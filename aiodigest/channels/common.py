@@ -134,8 +134,8 @@ def is_wrong_tls(error: BaseException | None) -> bool:
 
 
 class Secrets:
-    """What no error and no line of the log may quote: ``whole`` secrets, and ``parts`` of something, of which those of
-    four characters or more count."""
+    """Secrets that no error and no line of the log may quote: ``whole`` ones, and ``parts`` of something, of which
+    those of four characters or more count."""
 
     def __init__(self, whole: Iterable[str], parts: Iterable[str] = ()) -> None:
         found = {each for secret in whole for each in (secret, unquote(secret)) if each}
