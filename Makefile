@@ -22,12 +22,12 @@ test: $(VENV)/.dev
 test-all: test-valkey test-redis
 
 test-valkey: $(VENV)/.dev
-	@echo "This takes about four minutes on two cores."
+	@echo "This takes about ten minutes on two cores."
 	@$(PYTEST)
 
 test-redis: $(VENV)/.dev
 	@command -v redis-server > /dev/null || { echo "make test-redis needs redis-server on the PATH; make test needs none"; exit 1; }
-	@echo "This takes about four minutes on two cores."
+	@echo "This takes about ten minutes on two cores."
 	@AIODIGEST_TEST_SERVER=redis-server $(PYTEST)
 
 # what one server may do otherwise than another: AIODIGEST_TEST_SERVER=redis-server make test-stores
