@@ -19,7 +19,8 @@ from redis.crc import key_slot
 from servers import PASSWORD, PROMPT, USER, Server, commands, online, until
 
 SLOTS = 16_384
-UNTROUBLED = 600_000  # ms: no failover in a run, however long a machine that is busy stands still
+# ms until a silent primary is replaced: none in a run, however long a machine that is busy stands still; or soon
+UNTROUBLED, SOON = 600_000, 1_000
 # of all tests' user
 RULE = ("~{*}:*", "+wait", "+info", *commands("producer", "worker", "operator", several=True))
 
@@ -35,7 +36,7 @@ class Node(Server):
         if tls_port:
             options = "--tls-port", str(tls_port), "--tls-cluster", "yes", "--tls-replication", "yes", *options
         settings = (
-            "--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes", "--cluster-node-timeout", "1000",
+            "--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes", "--cluster-node-timeout", str(SOON),
             "--cluster-replica-validity-factor", "0", *PROMPT, *options,
         )  # fmt: skip
         super().__init__(folder, settings, binary=binary)
@@ -143,6 +144,21 @@ class Cluster:
         """Start nodes that were killed; they remember whom they know, and what they have if they write it down."""
         for node in nodes:
             node.start()
+
+    def give_up_after(self, milliseconds: int) -> None:
+        """Tell the nodes that run after how long to replace a silent primary."""
+        for node in self.alive:
+            if not node.is_frozen:
+                node.ask("CONFIG", "SET", "cluster-node-timeout", milliseconds)
+
+    @contextmanager
+    def losing(self) -> Generator[None]:
+        """Have silent primaries replaced inside, and at no other time: what a busy machine holds up is not lost."""
+        self.give_up_after(SOON)
+        try:
+            yield
+        finally:
+            self.give_up_after(UNTROUBLED)
 
     def mend(self) -> None:
         """Bring all back that was frozen or killed."""
@@ -253,8 +269,9 @@ def running_cluster(
 ) -> Generator[Cluster]:
     """A cluster with options of its own for its servers; with ``tls`` they speak it beside plain TCP.
 
-    In one that is not ``steady`` a primary that is silent for a second is replaced; in one that is, none but by order,
-    and there no server twice on Redis 7, which remembers votes for as long as it takes to replace a silent one.
+    In one that is not ``steady`` nodes hold a silent one for lost after a second; in one that is, only while it is
+    ``losing``. Nothing else is replaced there but by order, and no server twice on Redis 7, which remembers votes for
+    as long as it takes to replace a silent one.
     """
     root = Path(tempfile.mkdtemp(prefix="aid", dir="/tmp" if sys.platform != "win32" else None))
     cluster = Cluster()
@@ -268,8 +285,7 @@ def running_cluster(
         cluster.restart(*cluster.nodes)
         cluster.form(primaries)
         if steady:  # not from the start, since who waits so long also meets the others slowly
-            for node in cluster.nodes:
-                node.ask("CONFIG", "SET", "cluster-node-timeout", UNTROUBLED)
+            cluster.give_up_after(UNTROUBLED)
         yield cluster
     finally:
         for node in cluster.nodes:

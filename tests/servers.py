@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -127,6 +127,7 @@ class Server:
     options: tuple[str, ...] = ()
     process: subprocess.Popen[bytes] | None = None
     binary: str = ""
+    is_frozen: bool = field(default=False, init=False)
     rule: ClassVar[tuple[str, ...]] = SUITE
 
     @property
@@ -171,10 +172,12 @@ class Server:
         """Stop it where it is, with its connections open."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
+        self.is_frozen = True
 
     def thaw(self) -> None:
         assert self.process is not None
         self.process.send_signal(signal.SIGCONT)
+        self.is_frozen = False
 
     def allow(self, client: Any, user: str, *rule: str) -> None:
         """Make a user with the password of all, who may do what is named and nothing else."""
@@ -185,6 +188,7 @@ class Server:
             self.process.kill()
             self.process.wait()
             self.process = None
+            self.is_frozen = False
 
 
 @contextmanager

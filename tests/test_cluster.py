@@ -53,14 +53,15 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def mortal() -> Iterator[Cluster]:
-    with running_cluster(replicas=2, steady=False) as running:
+    with running_cluster(replicas=2) as running:
         yield running
 
 
 @pytest.fixture
 def fragile(mortal: Cluster) -> Cluster:
     """Three primaries, each with two replicas, so that one is left for the next primary."""
-    mortal.mend()
+    with mortal.losing():
+        mortal.mend()
     return mortal
 
 
@@ -465,19 +466,20 @@ async def test_nothing_acknowledged_is_lost_when_a_primary_and_its_heir_die(frag
     traffic = traffic_to(fragile, namespace, wait_replicas=1)
     async with traffic.flowing():
         await traffic.replicated()
-        old.kill()
-        new = await heir_among(heirs)
-        await until(lambda: all(fragile.agree_on(slot_of(namespace, shard), new) for shard in dead))
-        await until(lambda: all(b"cluster_state:ok" in info(node) for node in fragile.alive))
-        known = [traffic.unsent(shard) for shard in dead]
-        await traffic.goes_on(dead)
-        # one add may be on its way, and the next has the nodes asked
-        assert all(traffic.unsent(shard) <= then + 3 for shard, then in zip(dead, known, strict=True))
-        assert new.ask("SCRIPT", "EXISTS", load_script("add").sha) == [True]
-        new.kill()
-        [last] = [node for node in heirs if node is not new]
-        await until(lambda: last.is_primary)
-        await asyncio.to_thread(fragile.mend)
+        with fragile.losing():
+            old.kill()
+            new = await heir_among(heirs)
+            await until(lambda: all(fragile.agree_on(slot_of(namespace, shard), new) for shard in dead))
+            await until(lambda: all(b"cluster_state:ok" in info(node) for node in fragile.alive))
+            known = [traffic.unsent(shard) for shard in dead]
+            await traffic.goes_on(dead)
+            # one add may be on its way, and the next has the nodes asked
+            assert all(traffic.unsent(shard) <= then + 3 for shard, then in zip(dead, known, strict=True))
+            assert new.ask("SCRIPT", "EXISTS", load_script("add").sha) == [True]
+            new.kill()
+            [last] = [node for node in heirs if node is not new]
+            await until(lambda: last.is_primary)
+            await asyncio.to_thread(fragile.mend)
         traffic.forgets()
         await traffic.goes_on()
     check_shards(fragile, namespace)
@@ -489,12 +491,13 @@ async def test_a_primary_that_froze_and_comes_back_takes_nothing_with_it(fragile
     traffic = traffic_to(fragile, namespace, wait_replicas=1, timeout=2)
     async with traffic.flowing():
         await traffic.replicated()
-        old.freeze()
-        await heir_among(others)
-        await traffic.goes_on(dead)
-        traffic.forgets()
-        old.thaw()
-        await asyncio.to_thread(fragile.settle)
+        with fragile.losing():
+            old.freeze()
+            await heir_among(others)
+            await traffic.goes_on(dead)
+            traffic.forgets()
+            old.thaw()
+            await asyncio.to_thread(fragile.settle)
         await traffic.goes_on()
     check_shards(fragile, namespace)
 
@@ -506,9 +509,10 @@ async def test_an_engine_that_was_idle_during_a_failover_fails_no_add(fragile: C
     producer, worker = engine_to(fragile.url, namespace), engine_to(fragile.url, namespace)
     async with producer:
         await producer.add_many([Entry(key, 1, record_id=f"a{key}") for key in KEYS])
-        old.kill()
-        await heir_among(others)
-        await asyncio.to_thread(fragile.mend)
+        with fragile.losing():
+            old.kill()
+            await heir_among(others)
+            await asyncio.to_thread(fragile.mend)
         assert not old.is_primary
         await asyncio.gather(*(producer.add(key, 2, record_id=f"b{key}") for key in KEYS))
         async with worker.delivering(inbox):
@@ -685,22 +689,24 @@ async def test_half_a_shard_is_refused_also_when_a_primary_dies(fragile: Cluster
         move.carry(*moved)
         written = dying.written()
         await until(lambda: dying.has_passed_on(written))
-        dying.kill()
-        heir = await heir_among(heirs)
-        await until(lambda: b"cluster_state:ok" in info(heir))
-        for _ in range(5):
-            result = await outcome(engine.add("new", 1, record_id="new"))
-            assert isinstance(result, BackendUnavailable)
-        ends = (heir, move.target) if dying is source else (source, heir)
-        move = Move(fragile, move.slot, *ends)
-        assert len(move.left()) == 2
-        assert move.target.ask("CLUSTER", "COUNTKEYSINSLOT", move.slot) == len(moved)
-        await asyncio.to_thread(fragile.restart, dying)
-        move.target.ask("CLUSTER", "SETSLOT", move.slot, "STABLE")  # on Redis 7 it hears of no heir of what it imports
-        await until(lambda: b"cluster_state:ok" in info(move.target))
-        move.begin()
-        await asyncio.to_thread(move.end)
-        await asyncio.to_thread(fragile.settle)
+        with fragile.losing():
+            dying.kill()
+            heir = await heir_among(heirs)
+            await until(lambda: b"cluster_state:ok" in info(heir))
+            for _ in range(5):
+                result = await outcome(engine.add("new", 1, record_id="new"))
+                assert isinstance(result, BackendUnavailable)
+            ends = (heir, move.target) if dying is source else (source, heir)
+            move = Move(fragile, move.slot, *ends)
+            assert len(move.left()) == 2
+            assert move.target.ask("CLUSTER", "COUNTKEYSINSLOT", move.slot) == len(moved)
+            await asyncio.to_thread(fragile.restart, dying)
+            # on Redis 7 it hears of no heir of what it imports
+            move.target.ask("CLUSTER", "SETSLOT", move.slot, "STABLE")
+            await until(lambda: b"cluster_state:ok" in info(move.target))
+            move.begin()
+            await asyncio.to_thread(move.end)
+            await asyncio.to_thread(fragile.settle)
         async with engine_to(fragile.url, namespace, shards=1).delivering(inbox):
             await inbox.got(*records)
     assert inbox.digests.keys() == set(records)
