@@ -659,10 +659,10 @@ class DigestEngine(Generic[T]):
         if type(encoded) is not bytes or len(encoded) > self.bounds.value:  # else the call is spared
             check_encoded(encoded, self.bounds.value)
         tracing = self._registered.tracing
-        if record_id is None and timestamp is None and tracing is None:
+        context = b"" if tracing is None else tracing.context()
+        if record_id is None and timestamp is None and not context:
             entry = pack_new(encoded)
         else:
-            context = b"" if tracing is None else tracing.context()
             entry = pack(record_id, None if timestamp is None else microseconds(timestamp), encoded, context)
         terms = policy.terms
         if self._size_of is not None and (size := self._size_of(encoded)) > self.bounds.digest:

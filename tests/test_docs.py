@@ -32,8 +32,10 @@ import yaml
 from pages import DOCUMENTS, Block, blocks_of, check_installed, prose_of, title
 from userland import DEADLINE, ROOT, environment
 
-from aiodigest import DigestEngine, Policy
+from aiodigest import JSON, DigestEngine, JSONCodec, Policy
+from aiodigest.backends.redis.layout import SCHEMA
 from aiodigest.cli.app import app
+from aiodigest.records.entries import ARRIVAL, TRACED, VERSION
 from aiodigest.testing import TestEngine
 
 COMMANDS = {"aiodigest", "printf", "echo", "cat"}  # what a reader may be told to run, beside make and pip install
@@ -230,6 +232,16 @@ def test_the_readme_names_every_method_and_property_of_an_engine() -> None:
 def test_the_readme_names_every_command() -> None:
     told = re.findall(r"`(?:aiodigest )?([a-z]+)", between("### As a service, or from a shell\n", "\n## "))
     assert set(vars(typer.main.get_command(app))["commands"]) <= set(told)
+
+
+def test_the_page_about_upgrades_has_the_numbers_of_what_is_stored() -> None:
+    page = (ROOT / "docs" / "howto" / "upgrade.md").read_text()
+    assert f"| schema {SCHEMA}: " in page
+    flags = f"`{ARRIVAL:#x}` (without a timestamp) and `{TRACED:#x}` (a trace context)"
+    assert f"| the bytes around a record | {VERSION}: its first byte, apart from the flags {flags}" in page
+    codec = JSONCodec(JSON)
+    plain, packed = (codec.encode(text)[0] for text in ("a", "a" * 100_000))
+    assert f"| the bytes of a value (`JSONCodec`) | {plain} (JSON) or {packed} (the same by zstd): " in page
 
 
 def between(begin: str, end: str) -> str:
