@@ -155,16 +155,16 @@ class Policy:
         Each add to a waiting timeline pushes its due time back by this much.
     maximum_delay : seconds, default 6 * ``minimum_delay``, or what else is larger
         From the last digest, or else from the add that opened the window: no due time is later, but for ``hours``.
-        With ``at`` it does not apply. The default is the largest of 6 * ``minimum_delay``, ``initial_delay``,
-        10 * ``quiet_delay`` and ``price``, or 1800 if all are 0; for a strategy the larger of 1800 and
-        ``initial_delay``.
+        With ``at`` it does not apply. The default is the largest of 6 * ``minimum_delay`` and 10 * ``quiet_delay``
+        (of these at most five years), all delays that are given and ``price``, or 1800 if all are 0; for a strategy
+        the larger of 1800 and ``initial_delay``.
     max_size : int or None, default None
         A timeline with this many distinct records is due at once, and no digest holds more.
     capacity : int, default 1000, at most 10,000
         The most distinct records kept, the newest by arrival; dropped ones are counted.
     max_age : seconds or None, default None
         A record whose timestamp is older than this when its digest is opened is left out and counted.
-    ttl : seconds, default the larger of 7 days and twice ``maximum_delay``
+    ttl : seconds, default the larger of 7 days and twice ``maximum_delay``, at most ten years
         From the last touch of the timeline, or if that is later from its due time (with ``at`` and ``hours``) or the
         end of its mute; late by up to one part in 64, never early. The only thing that ends records that nobody
         delivers.
@@ -234,7 +234,8 @@ class Policy:
             self._derive("increment_delay", 0.0 if self.rule != "increment" else 30.0 if strategy else minimum / 10)
         duration(self.increment_delay, "increment_delay")
         if not _given(self.maximum_delay):
-            largest = min(TEN_YEARS, max(6 * minimum, initial, 10 * quiet, price))
+            # twice that is the ttl, which ends within ten years
+            largest = max(minimum, initial, quiet, price, min(TEN_YEARS / 2, max(6 * minimum, 10 * quiet)))
             self._derive("maximum_delay", max(1800.0, initial) if strategy else largest or 1800.0)
         maximum = duration(self.maximum_delay, "maximum_delay")
         for name, delay in (
@@ -258,7 +259,7 @@ class Policy:
         if self.max_bytes is not None:
             whole(self.max_bytes, "max_bytes", 1, 2**30)
         if not _given(self.ttl):
-            self._derive("ttl", max(7 * DAY, 2 * maximum))
+            self._derive("ttl", min(TEN_YEARS, max(7 * DAY, 2 * maximum)))
         self._ttl_above(maximum, "maximum_delay")
 
     def _derive(self, name: str, value: float) -> None:

@@ -23,6 +23,7 @@ from aiodigest.timing.hours import Hours
 pytestmark = pytest.mark.virtual_time
 
 DAY = 86_400
+YEAR = 365 * DAY
 
 
 def flat(wait: Any) -> Callable[[int], Any]:
@@ -93,6 +94,9 @@ def test_no_field_may_be_beyond_its_bounds(allowed: dict[str, Any], refused: dic
         ({"price": 90}, 0, 0, 90, 7 * DAY),
         ({"increment_delay": 5}, 300, 5, 1800, 7 * DAY),
         ({"maximum_delay": 5 * DAY}, 300, 30, 5 * DAY, 10 * DAY),
+        ({"minimum_delay": 400 * DAY}, 400 * DAY, 40 * DAY, 5 * YEAR, 10 * YEAR),
+        ({"minimum_delay": 9 * YEAR}, 9 * YEAR, 0.9 * YEAR, 9 * YEAR, 10 * YEAR),
+        ({"maximum_delay": 6 * YEAR}, 300, 30, 6 * YEAR, 10 * YEAR),
     ],
 )
 def test_delays_that_are_not_given_follow_from_those_that_are(
