@@ -178,9 +178,11 @@ class TestEngine(Generic[T]):
         return self
 
     async def __aexit__(self, *raised: object) -> None:
-        if (leaving := bridge().forget(self._engine)) is not None:
-            await asyncio.wrap_future(leaving)  # the adds of other threads use the server, too
-        await self._left.aclose()
+        try:
+            if (leaving := bridge().forget(self._engine)) is not None:
+                await asyncio.wrap_future(leaving)  # the adds of other threads use the server, too
+        finally:
+            await self._left.aclose()
 
     async def _begin_on_server(self, stack: AsyncExitStack) -> None:
         with self._engine.replace_backend(ReferenceBackend()):

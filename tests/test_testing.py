@@ -540,6 +540,20 @@ async def test_adds_of_threads_go_to_the_test(on_server: bool) -> None:
     assert sorted(values(t.delivered)) == [[1], [2]]
 
 
+async def test_a_test_that_is_cancelled_while_it_leaves_has_left_its_engine() -> None:
+    mail = engine()
+    t = TestEngine(mail)
+    await t.__aenter__()
+    await asyncio.to_thread(mail.sync.add, "a", 1)
+    leaving = asyncio.ensure_future(t.__aexit__())
+    await asyncio.sleep(0)  # it waits for the session of the other thread
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    async with TestEngine(mail):
+        assert await mail.add("a", 1)
+
+
 def test_adds_of_a_program_without_an_event_loop_go_to_the_test() -> None:
     mail = engine()
     with TestEngine(mail) as t:
