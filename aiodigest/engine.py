@@ -88,7 +88,7 @@ from aiodigest.records.validation import (
     plain,
     taken,
 )
-from aiodigest.session.background import BackgroundSession, Session
+from aiodigest.session.background import BackgroundSession, Down, Session
 from aiodigest.session.deliveries import Holding, begin_delivery, end_delivery
 from aiodigest.session.signals import SignalledEnd, on_signals
 from aiodigest.session.sync import Sync, bridge
@@ -559,23 +559,19 @@ class DigestEngine(Generic[T]):
         """Add ``entries``, a few hundred a call to the server; return the answer of ``add`` for each, in order.
 
         Raises PartialAdd, whose ``results`` has an answer or an error for each entry, if any failed: one bad entry
-        fails alone. Once the server is unavailable, unsent entries fail as not stored. Raises LimitExceeded, and stores
-        nothing, if there are more than ``bounds.records``; it takes at most one entry over that from an iterable.
+        fails alone. Once the server of a shard is unavailable, the shard's unsent entries fail as not stored. Raises
+        LimitExceeded, and stores nothing, if there are more than ``bounds.records``; it takes at most one entry over
+        that from an iterable.
         """
         session = self._entered()
         given = taken(entries, self.bounds.records)
         results: list[bool | AiodigestError] = []
         policies: dict[str, Policy | BaseException] = {}
         encode = Encoder(self.codec)
+        down: Down = {}
         step = CHUNK * session.breadth
         for start in range(0, len(given), step):
-            some = given[start : start + step]
-            down = next((error for error in results[-step:] if isinstance(error, BackendUnavailable)), None)
-            if down is None:
-                results += await self._add_some(session, some, policies, encode)
-            else:
-                ids = (getattr(entry, "record_id", None) for entry in some)
-                results += [BackendUnavailable(str(down), record_id=each) for each in ids]
+            results += await self._add_some(session, given[start : start + step], policies, encode, down)
         if set(map(type, results)) - {bool}:
             raise PartialAdd(results)
         return cast("list[bool]", results)
@@ -586,13 +582,15 @@ class DigestEngine(Generic[T]):
         entries: Sequence[Entry[T]],
         policies: dict[str, Policy | BaseException],
         encode: Encoder[T],
+        down: Down,
     ) -> list[bool | AiodigestError]:
-        """Add some of the entries of an ``add_many``; ``policies`` are those of the keys that it has asked for."""
+        """Add some of the entries of an ``add_many``; ``policies`` are those of the keys that it has asked for, and
+        ``down`` tells of the shards that it has found unavailable."""
         if self._policies.fixed is None:
             keys = [plain(entry.key) for entry in entries if self._has_key(entry) and plain(entry.key) not in policies]
             policies |= await self._policies.of_all(keys, self.timeout)
         adds, failed = list[Add](), dict[int, AiodigestError]()
-        answers = await session.add_many(self._make(entries, policies, encode, adds, failed))
+        answers = await session.add_many(self._make(entries, policies, encode, adds, failed), down)
         if not failed and {bool}.issuperset(map(type, answers)):  # as nearly always
             self._registered.added += len(answers)
             return answers
@@ -629,6 +627,8 @@ class DigestEngine(Generic[T]):
                     name(key, "key", most)
                 record = None if record is None else name(record, "record_id", most)
                 policy = fixed or policies[plain(key)]
+                if isinstance(policy, asyncio.CancelledError):
+                    raise AiodigestError("the policy function was cancelled") from policy  # and not who adds
                 if isinstance(policy, BaseException):
                     raise policy
                 add = self._pack(key, record, encode(entry.value), entry.timestamp, policy, entry.urgent)
@@ -868,16 +868,17 @@ class DigestEngine(Generic[T]):
         """
         bound = duration(overdue, "overdue")
         try:
-            if fault := self._entered().fault:
+            session = self._entered()  # the engine may be left before the answer comes
+            if fault := session.fault:
                 return Health(False, fault)
-            async with asyncio.timeout(self.timeout):  # for the calls to all shards together
-                stats = await self.stats()
-        except TimeoutError:
-            late = BackendUnavailable(f"no answer within {self.timeout:g} s")
-            return Health(False, str(self._entered().explained(late)))
+            try:
+                async with asyncio.timeout(self.timeout):  # for the calls to all shards together
+                    stats = await self.stats()
+            except TimeoutError:
+                raise session.explained(BackendUnavailable(f"no answer within {self.timeout:g} s")) from None
         except AiodigestError as error:
             return Health(False, str(error))
-        sessions = (self._entered(), bridge().session_of(self))
+        sessions = (session, bridge().session_of(self))
         trouble = next((each.trouble for each in sessions if each is not None and each.trouble), "")
         health = stats.health(bound)
         return replace(health, ok=False, reason=f"adds or claims fail: {trouble}") if trouble else health

@@ -367,6 +367,39 @@ async def test_add_many_while_the_server_is_away_takes_one_timeout_and_not_one_a
     assert len(caught.value.results) == 5000
 
 
+async def test_a_shard_that_is_away_is_asked_once_and_fails_its_own_entries_alone() -> None:
+    backend = WatchedBackend(shards=4, down="add")
+    backend.down_shards = {1}
+    entries = [Entry(f"key-{number}", number, f"r{number}") for number in range(20_000)]
+    async with adding(backend) as (engine, _):
+        with pytest.raises(PartialAdd) as caught:
+            await engine.add_many(entries)
+    failed = {error.record_id for error in caught.value.results if isinstance(error, BackendUnavailable)}
+    assert failed == {entry.record_id for entry in entries if backend.shard_map.shard_of(entry.key) == 1}
+    assert sum(result is True for result in caught.value.results) == len(entries) - len(failed)
+    assert backend.count("add", 1) == 1
+
+
+async def test_a_policy_function_that_is_cancelled_fails_its_entry_alone() -> None:
+    def choose(key: str) -> Policy:
+        if key == "bad":
+            raise asyncio.CancelledError  # as of another task that it awaits
+        return Policy()
+
+    async with adding(policy=choose) as (engine, _):
+        with pytest.raises(PartialAdd, match=r"1 of 3 .* the policy function was cancelled") as caught:
+            await engine.add_many([Entry("good", 1), Entry("bad", 2), Entry("better", 3)])
+    assert [result is True for result in caught.value.results] == [True, False, True]
+
+
+async def test_a_fault_of_the_store_is_the_error_of_every_entry() -> None:
+    async with adding() as (engine, backend):
+        backend.take_down("add", error=ZeroDivisionError("of ours"))
+        with pytest.raises(PartialAdd, match=r"2 of 2 .* a fault while adding: ZeroDivisionError: of ours") as caught:
+            await engine.add_many([Entry("key", 1), Entry("other", 2)])
+    assert [type(result) for result in caught.value.results] == [AiodigestError] * 2
+
+
 # what a callback may say
 
 

@@ -450,6 +450,17 @@ async def test_an_engine_is_healthy_while_its_server_answers_and_nothing_is_over
             await engine.health(overdue=-1)
 
 
+@pytest.mark.parametrize("is_answered", [True, False])
+async def test_who_asks_for_the_health_of_an_engine_that_is_then_left_is_answered(is_answered: bool) -> None:
+    backend = WatchedBackend(held="counts")
+    async with engine_on(backend, timeout=1) as engine:
+        asking = asyncio.create_task(engine.health())
+        await settle()
+    if is_answered:
+        backend.gates["counts"].set()
+    assert (await asking).reason == ("" if is_answered else "no answer within 1 s")
+
+
 @pytest.mark.parametrize("error", [BackendUnavailable("MISCONF"), ConfigurationError("NOPERM")])
 @pytest.mark.parametrize("many", [True, False])
 async def test_an_engine_whose_adds_a_server_refuses_is_not_healthy_although_it_answers(

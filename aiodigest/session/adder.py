@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 from zlib import crc32
 
 from aiodigest.backend import Add, Backend
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError
 from aiodigest.worker.batcher import BATCH_ITEMS, Batcher, batches
+from aiodigest.worker.reasons import describe
 
 if TYPE_CHECKING:
     from aiodigest.session.background import BackgroundSession
@@ -20,7 +21,15 @@ ADDS = "adds"  # the kind of calls, for the state of the server
 MISSED = (BackendUnavailable, ConfigurationError)  # what a server answers to every add
 CALLS = 2  # of adds at once to a single shard: while the server is at one, the next is made ready
 
+Down: TypeAlias = dict[int | None, AiodigestError]
+"""The shards that an ``add_many`` has found unavailable, with the error of what is not sent to them; None: all."""
+
 AHEAD = 512  # adds of an `add_many` that are made before what is made so far is sent
+
+
+def unsent(error: AiodigestError) -> AiodigestError:
+    """Return the error of adds that are not sent, since another one to their shard has failed with ``error``."""
+    return BackendUnavailable(str(error)) if isinstance(error, BackendUnavailable) else error
 
 
 def weight(add: Add) -> int:
@@ -85,33 +94,32 @@ class Adder:
                 self._session.poke(each)
         return answers
 
-    async def add_many(self, adds: Iterable[Add]) -> list[bool | AiodigestError]:
-        """Send adds past the queue, those of a timeline in order: the first while the others are still made."""
+    async def add_many(self, adds: Iterable[Add], down: Down) -> list[bool | AiodigestError]:
+        """Send adds past the queue, those of a timeline in order: the first while the others are still made.
+
+        Nothing is sent to shards that are ``down``; those that turn out to be so are put there.
+        """
+        if None in down:
+            return [down[None] for _ in adds]
         try:
             backend = await self._session.backend(None)
         except AiodigestError as error:
             if isinstance(error, BackendUnavailable):
                 self._missed(error)
+            down[None] = error  # with which nothing was sent
             return [error for _ in adds]
         shards, made = backend.shard_map.current, list[Add]()
         answers: list[bool | AiodigestError] = []
         # numbers of adds that are to be sent: those of a timeline are in one line, which sends a call at a time
         lines: list[list[int]] = [[] for _ in range(len(shards) if len(shards) > 1 else CALLS)]
-        down: dict[int, AiodigestError] = {}
 
         async def send(number: int) -> None:
-            line = lines[number]
+            line, shard = lines[number], shards[number % len(shards)]
             while line:
                 some = next(batches([made[index] for index in line[:BATCH_ITEMS]], weight))
                 sent = line[: len(some)]
                 del line[: len(some)]
-                try:
-                    if number in down:
-                        raise down[number]
-                    told = await self._send(backend, shards[number % len(shards)], some)
-                except AiodigestError as error:
-                    told = [error] * len(some)
-                    down[number] = BackendUnavailable(str(error)) if isinstance(error, BackendUnavailable) else error
+                told = await self._answers(backend, shard, some, down)
                 for index, answer in zip(sent, told, strict=True):
                     answers[index] = answer
 
@@ -127,6 +135,27 @@ class Adder:
                         senders[number] = group.create_task(send(number))
                 await asyncio.sleep(0)  # they begin, and the server too
         return answers
+
+    async def _answers(
+        self, backend: Backend, shard: int, adds: Sequence[Add], down: Down
+    ) -> Sequence[bool | AiodigestError]:
+        """Send adds in one call, unless their shard is down; return the answer to each, or its error."""
+        try:
+            if shard in down:
+                raise down[shard]
+            told = await self._send(backend, shard, adds)
+        except AiodigestError as error:
+            down[shard] = unsent(error)
+            return [error] * len(adds)
+        except Exception as error:  # a fault, of which each is told as one is whose add was alone
+            down[shard] = fault = AiodigestError(f"a fault while adding: {describe(error)}")
+            fault.__cause__ = error
+            return [fault] * len(adds)
+        if not {bool}.issuperset(map(type, told)):
+            missed = next((each for each in told if isinstance(each, BackendUnavailable)), None)
+            if missed is not None:
+                down[shard] = unsent(missed)
+        return told
 
     async def drain(self) -> None:
         """Refuse new adds, and return when those that were taken have their answers."""

@@ -15,7 +15,7 @@ from aiodigest.backend import Add, Backend
 from aiodigest.errors import AiodigestError, BackendUnavailable
 from aiodigest.logs import NAMESPACE, logger_of
 from aiodigest.models import Activity
-from aiodigest.session.adder import ADDS, Adder
+from aiodigest.session.adder import ADDS, Adder, Down, unsent
 from aiodigest.worker.availability import BACKOFF, Availability
 from aiodigest.worker.batcher import LEFT
 from aiodigest.worker.tasks import elapse, retrieve
@@ -83,21 +83,27 @@ class Session:
         return self._add(add)
 
     async def _add(self, add: Add) -> bool:
-        [ready] = await self.add_many([add])
+        [ready] = await self.add_many([add], {})
         if isinstance(ready, AiodigestError):
             raise ready
         return ready
 
-    async def add_many(self, adds: Iterable[Add]) -> list[bool | AiodigestError]:
-        """Send adds, those of a timeline in order; return the answer to each."""
+    async def add_many(self, adds: Iterable[Add], down: Down) -> list[bool | AiodigestError]:
+        """Send adds, those of a timeline in order; return the answer to each.
+
+        Nothing is sent to shards that are ``down``; those that turn out to be so are put there.
+        """
         answers: list[bool | AiodigestError] = []
         async with self._turn:
             for shard, group in groupby(adds, lambda add: self.store.shard_map.shard_of(add.key)):
                 some = list(group)
                 try:
+                    if shard in down:
+                        raise down[shard]
                     answers += await self.store.add(shard, some)
                 except AiodigestError as error:
                     answers += [error] * len(some)
+                    down[shard] = unsent(error)
         return answers
 
     def explained(self, error: BackendUnavailable, record_id: str | None = None) -> BackendUnavailable:
@@ -220,8 +226,8 @@ class BackgroundSession(Session):
 
     # Adding
 
-    async def add_many(self, adds: Iterable[Add]) -> list[bool | AiodigestError]:
-        return await self._adder.add_many(adds)
+    async def add_many(self, adds: Iterable[Add], down: Down) -> list[bool | AiodigestError]:
+        return await self._adder.add_many(adds, down)
 
     def poke(self, shard: int) -> None:
         if self._scheduler is not None:
