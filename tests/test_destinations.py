@@ -467,3 +467,26 @@ async def test_on_a_server_a_destination_at_rest_holds_nobody_up(server: Server,
         stats = await mail.stats()
         assert stats.oldest_due is not None
         assert stats.oldest_due <= min(await untouched()) <= max(await untouched()) < before
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+async def test_on_a_server_who_recovers_is_served_although_others_stay_broken(
+    server: Server, namespace: str, shards: int
+) -> None:
+    """All fail at first, as when a network is down, and a tenth hang: without a destination they share what rests."""
+    tried = set[str]()
+
+    async def reply(digest: Digest[JSON]) -> None:
+        if domain(digest.key) == "hangs":
+            await asyncio.Event().wait()
+        if domain(digest.key) == "down" or digest.key not in tried:
+            tried.add(digest.key)
+            raise ConnectionError
+
+    post = Post(down=reply, hangs=reply, up=reply)
+    once = RetryPolicy(backoff=lambda attempt: 1.0)
+    mail = DigestEngine(server.url, namespace=namespace, shards=shards, retry=once, drain_timeout=0)
+    names = ["down"] * 10 + ["up"] * 30 + ["hangs"] * 4
+    async with mail.delivering(post):
+        await mail.add_many(Entry(f"{number}:{name}", 1) for number, name in enumerate(names))
+        await until(lambda: post.calls["up"] == 60)

@@ -763,6 +763,19 @@ async def test_a_digest_that_was_given_back_is_as_doubtful_as_before(store: Stor
         await store.release(lease, started=started)
 
 
+async def test_any_of_a_few_that_are_ready_may_be_the_first_of_a_sample(store: Store) -> None:
+    keys = {f"k{number}" for number in range(12)}
+    for key in sorted(keys):
+        await store.add(key, "a")
+        store.now += 1
+    first = set[str]()
+    for _ in range(300):
+        [lease] = (await store.claims(1, sample=True)).leases
+        first.add(lease.key)
+        await store.release(lease, started=False)
+    assert first == keys
+
+
 @pytest.mark.parametrize("sample", [False, True])
 async def test_a_doubtful_digest_that_was_given_back_waits_for_no_lease_after_a_gap(store: Store, sample: bool) -> None:
     await store.add("k", "a")

@@ -71,13 +71,31 @@ local function is_alone(held)
   return held.lost + (held.token and 1 or 0) >= ALONE
 end
 
+-- Draw from what is ready; return each with its due time. First one by one, as a negative number means: several at once
+-- come in the order of the set, so that of few the first would be the same ones each time.
+local function draw()
+  local found, seen = {}, {}
+  for _, count in ipairs({-SAMPLE, SAMPLE}) do
+    local drawn = call('ZRANDMEMBER', ready, count, 'WITHSCORES')
+    for index = 1, #drawn, 2 do
+      local key = drawn[index]
+      if not seen[key] then
+        seen[key] = true
+        found[#found + 1] = key
+        found[#found + 1] = drawn[index + 1]
+      end
+    end
+  end
+  return found
+end
+
 -- Return what to look at next, with the due times, and whether nothing else is ready.
 local function candidates(wanted)
   if not sample then
     local oldest = call('ZRANGE', ready, 0, wanted - 1, 'WITHSCORES')
     return oldest, #oldest < 2 * wanted
   end
-  local drawn, fresh, failed, may_be_had = call('ZRANDMEMBER', ready, SAMPLE, 'WITHSCORES'), {}, {}, doubtful
+  local drawn, fresh, failed, may_be_had = draw(), {}, {}, doubtful
   for index = 1, #drawn, 2 do
     local key, due = drawn[index], drawn[index + 1]
     local attempts, token, lost = unpack(try('HMGET', metas .. key, 'attempts', 'token', 'lost'))
