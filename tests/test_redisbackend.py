@@ -25,6 +25,7 @@ from test_cluster import VERBS, Held
 from aiodigest import DigestEngine, Entry, Stats
 from aiodigest.backend import (
     ASIDE_MS,
+    LONGEST,
     MOST_SEEN,
     MOVES,
     Add,
@@ -162,7 +163,7 @@ async def test_a_full_server_refuses_adds_and_can_be_drained(namespace: str) -> 
 @pytest.mark.parametrize(
     ("part", "value"),
     [
-        ("log", ""), ("open", ""), ("meta", ""),
+        ("log", ""), ("open", ""), ("meta", ""), ("log", "long"), ("open", "long"),
         ("end", "x"), ("attempts", "nan"), ("cool", "1e300"), ("dropped", "9" * 20), ("own", "x"),
         ("own", f"1 0 0 {10**20}"),
     ],
@@ -171,12 +172,15 @@ async def test_a_full_server_refuses_adds_and_can_be_drained(namespace: str) -> 
 async def test_broken_timelines_at_the_head_are_reported_and_the_next_sound_one_is_delivered(
     backend: RedisBackend, raw: Raw, clock: Clock, part: str, value: str
 ) -> None:
-    broken, told = [f"broken{number}" for number in range(3)], f"'{part}'" if value else "WRONGTYPE"
+    told = "50001 entries" if value == "long" else f"'{part}'" if value else "WRONGTYPE"
+    broken = [f"broken{number}" for number in range(3)]
     for key in (*broken, "sound"):
         clock.now += 1
         await backend.add(0, [record(key)])
     for key in broken:
-        if value:
+        if value == "long":
+            raw.client.rpush(raw.key(f"{part}:{key}"), *["not ours"] * (LONGEST + 1 - (part == "log")))
+        elif value:
             raw.client.hset(raw.key(f"meta:{key}"), part, value)
         else:
             raw.client.set(raw.key(f"{part}:{key}"), "not ours", ex=100)
@@ -194,6 +198,23 @@ async def test_broken_timelines_at_the_head_are_reported_and_the_next_sound_one_
     assert await backend.delete("broken0")
     failed, stored = await backend.add(0, [record("broken1", "b"), record("broken0")])
     assert (isinstance(failed, InvalidState), stored) == (part in ("log", "meta", "end", "cool", "own"), True)
+
+
+async def test_who_looks_at_a_timeline_reads_no_more_than_a_timeline_may_have(backend: RedisBackend, raw: Raw) -> None:
+    await backend.add(0, [record("k")])
+    raw.client.rpush(raw.key("log:k"), *["not ours"] * (2 * LONGEST))
+    with pytest.raises(InvalidState, match="'k' is broken: it has over 100000 entries"):
+        await backend.operations.entries("k")
+
+
+async def test_of_a_million_fields_only_those_that_are_known_are_read(backend: RedisBackend, raw: Raw) -> None:
+    await backend.add(0, [record("k")])
+    raw.client.hset(raw.key("meta:k"), mapping={f"field {number}": "not ours" for number in range(1_000)})
+    raw.client.config_resetstat()
+    [lease] = (await claim(backend)).leases
+    assert await backend.close(0, [closing(lease)]) == [Closed("closed")]
+    assert "cmdstat_hmget" in raw.client.info("commandstats")
+    assert "cmdstat_hgetall" not in raw.client.info("commandstats")
 
 
 async def test_much_to_compact_is_done_in_several_calls(backend: RedisBackend, client: Any) -> None:
@@ -958,7 +979,7 @@ async def test_reschedule_ends_although_the_log_cannot_be_read(
         await engine.reschedule("k")
 
 
-@pytest.mark.parametrize("part", ["letter", "remains"])
+@pytest.mark.parametrize("part", ["letter", "remains", "long"])
 async def test_a_broken_dead_letter_is_listed_with_its_error_beside_the_others_and_can_be_discarded(
     living: tuple[RedisBackend, DigestEngine], raw: Raw, part: str
 ) -> None:
@@ -967,11 +988,14 @@ async def test_a_broken_dead_letter_is_listed_with_its_error_beside_the_others_a
     for lease in (await claim(backend)).leases:
         await backend.close(0, [closing(lease, [NewDeadLetter("no")])])
     broken, sound = [letter.id async for letter in engine.dead_letters()]
-    raw.client.set(raw.key(f"{part}:{broken}"), "not ours", ex=100)
+    if part == "long":
+        raw.client.rpush(raw.key(f"remains:{broken}"), *["not ours"] * LONGEST)
+    else:
+        raw.client.set(raw.key(f"{part}:{broken}"), "not ours", ex=100)
     letters = {letter.id: letter async for letter in engine.dead_letters()}
     assert "WRONGTYPE" in letters[broken].reason
     assert letters[sound].reason == "no"
-    with pytest.raises(InvalidState, match=r"is broken.*discard"):
+    with pytest.raises(InvalidState, match=r"is broken.*(discard|50001 entries)"):
         await engine.replay(broken)
     assert await engine.discard(broken)
     assert [letter.id async for letter in engine.dead_letters()] == [sound]

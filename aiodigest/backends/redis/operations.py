@@ -15,6 +15,7 @@ from typing import cast
 from zlib import crc32
 
 from aiodigest.backend import (
+    LONGEST,
     SLICE,
     Bookmark,
     Cooling,
@@ -81,6 +82,8 @@ class RedisOperations(Operations):
                 with suppress(Retired):
                     while page := await self._namespace.read(shard, key, "", "", len(entries) - before, SLICE):
                         entries += page
+                        if len(entries) - before > 2 * LONGEST:  # of both lists
+                            raise self._namespace.broken(key, f"it has over {2 * LONGEST} entries")
             if self._namespace.shard_map.shards_of(key) == shards:  # else a call has told of others
                 return entries
 

@@ -35,8 +35,8 @@ CONSTANTS: Mapping[str, int] = {
     name: getattr(module, name)
     for module, names in (
         (backend, ("ALONE", "ASIDE_MS", "DEAD_LETTER_BASE", "DEAD_LETTER_TTL_MS", "DIGEST_BYTES", "GIVE_BACK_MS")),
-        (backend, ("LOOKS", "MOST_SEEN", "MOVES", "NEVER_MS", "PAUSES", "SAME_MS", "SAMPLE", "SLICE", "STEP_MS")),
-        (backend, ("STEP_TOLD_MS",)),
+        (backend, ("LONGEST", "LOOKS", "MOST_SEEN", "MOVES", "NEVER_MS", "PAUSES", "SAME_MS", "SAMPLE", "SLICE")),
+        (backend, ("STEP_MS", "STEP_TOLD_MS")),
         (records, ("ARRIVAL", "CONTEXT_SIZE", "PACKED", "TRACED", "VERSION")),
     )
     for name in names

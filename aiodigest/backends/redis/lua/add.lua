@@ -134,6 +134,9 @@ local function append(key, terms, first, last, is_muted)
   local length = number == 1 and try('RPUSH', log, ARGV[first]) or try('RPUSH', log, unpack(ARGV, first, last))
   if type(length) == 'table' then
     return last, nil, length.err
+  elseif length > LONGEST then
+    call('LTRIM', log, 0, -number - 1)
+    return last, nil, too_long(length - number)
   elseif plain and length > number and length <= terms.most then
     return last, due and open_or_push(held, due, terms, number) and first
   end

@@ -71,22 +71,20 @@ local function is_alone(held)
   return held.lost + (held.token and 1 or 0) >= ALONE
 end
 
--- Draw from what is ready; return each with its due time. First one by one, as a negative number means: several at once
--- come in the order of the set, so that of few the first would be the same ones each time.
+-- Draw from what is ready; return each with its due time. What is drawn from few comes in the order of the set, so that
+-- the first would be the same ones each time: it is shuffled, by what no other call is given.
 local function draw()
-  local found, seen = {}, {}
-  for _, count in ipairs({-SAMPLE, SAMPLE}) do
-    local drawn = call('ZRANDMEMBER', ready, count, 'WITHSCORES')
-    for index = 1, #drawn, 2 do
-      local key = drawn[index]
-      if not seen[key] then
-        seen[key] = true
-        found[#found + 1] = key
-        found[#found + 1] = drawn[index + 1]
-      end
-    end
+  local drawn, random = call('ZRANDMEMBER', ready, SAMPLE, 'WITHSCORES'), 1
+  for index = 1, #nonce do
+    random = (random * 16807 + string.byte(nonce, index)) % 2147483647
   end
-  return found
+  for last = #drawn - 1, 3, -2 do
+    random = random * 16807 % 2147483647 -- Park and Miller, 1988
+    local other = 2 * (random % ((last + 1) / 2)) + 1
+    drawn[last], drawn[other] = drawn[other], drawn[last]
+    drawn[last + 1], drawn[other + 1] = drawn[other + 1], drawn[last + 1]
+  end
+  return drawn
 end
 
 -- Return what to look at next, with the due times, and whether nothing else is ready.

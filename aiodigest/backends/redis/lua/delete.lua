@@ -2,7 +2,7 @@
 -- stays.
 --
 -- Parts     move by hand
--- Commands  EXISTS HDEL HGET HGETALL HMGET HSET PEXPIRE TIME UNLINK ZCARD ZRANGE ZREM
+-- Commands  EXISTS HDEL HGET HGETALL HLEN HMGET HSET PEXPIRE TIME UNLINK ZCARD ZRANGE ZREM
 -- Reply     number
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)

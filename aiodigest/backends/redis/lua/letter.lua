@@ -29,6 +29,8 @@ end
 buried = whole(buried) or now
 if not problem and not key and size > 0 then
   problem = 'WRONGTYPE the key of its timeline is gone'
+elseif not problem and size > LONGEST then
+  problem = string.format('WRONGTYPE it has %.0f entries, where aiodigest keeps %d at the most', size, LONGEST)
 end
 if problem then -- any other error is not the letter's
   local broken = {key or '', problem, buried - shift, whole(attempt) or 0, digest_id or '', limits or '', -1, {}}

@@ -2,7 +2,7 @@
 --
 -- Flags     repeatable
 -- Parts     look
--- Commands  HGET HGETALL HMGET LLEN TIME ZCOUNT ZRANGE ZSCORE
+-- Commands  HGET HGETALL HLEN HMGET LLEN TIME ZCOUNT ZRANGE ZSCORE
 -- Reply     [[list...], list]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)

@@ -1,6 +1,6 @@
 -- open: claim one timeline, if it is ready.
 --
--- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LRANGE PERSIST PEXPIRE RENAME RPUSH TIME UNLINK ZADD ZCARD
+-- Commands  HDEL HGET HGETALL HINCRBY HLEN HMGET HSET LLEN LRANGE PERSIST PEXPIRE RENAME RPUSH TIME UNLINK ZADD ZCARD
 --           ZMSCORE ZREM ZSCORE
 -- Reply     nil | text | [text, text, text, number, number, number, number, number, number, number, text, number, number,
 --           text, number, [text...]]

@@ -2,7 +2,7 @@
 --
 -- Flags     repeatable
 -- Parts     deliver
--- Commands  HDEL HGET HGETALL HMGET HSET PERSIST PEXPIRE TIME XADD ZADD ZCARD ZRANGE ZREM
+-- Commands  HDEL HGET HGETALL HLEN HMGET HSET PERSIST PEXPIRE TIME XADD ZADD ZCARD ZRANGE ZREM
 -- Reply     [number...]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)

@@ -2,7 +2,7 @@
 --
 -- Flags     repeatable
 -- Parts     look
--- Commands  HGET HGETALL HMGET LLEN LRANGE TIME
+-- Commands  HGET HGETALL HLEN HMGET LLEN LRANGE TIME
 -- Reply     text | [text...]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)

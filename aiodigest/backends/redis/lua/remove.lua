@@ -1,7 +1,7 @@
 -- remove: drop a record from the log, and from the records of a digest in a retry wait after reported failures.
 --
 -- Parts     move by hand
--- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LRANGE PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD ZRANGE ZREM
+-- Commands  HDEL HGET HGETALL HINCRBY HLEN HMGET HSET LLEN LRANGE PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD ZRANGE ZREM
 --           ZSCORE
 -- Reply     number
 -- KEYS[1]   layout (guard)

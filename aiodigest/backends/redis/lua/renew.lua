@@ -2,7 +2,7 @@
 --
 -- Flags     begins-namespace, repeatable
 -- Parts     deliver
--- Commands  HGET HGETALL HMGET HSET PERSIST TIME ZADD ZCARD ZRANGE ZREM
+-- Commands  HGET HGETALL HLEN HMGET HSET PERSIST TIME ZADD ZCARD ZRANGE ZREM
 -- Reply     [number...]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)

@@ -1,8 +1,8 @@
 -- replay: put a dead letter's records before newer ones, schedule as an add would, and remove the letter.
 --
 -- Parts     move by hand
--- Commands  HDEL HGET HGETALL HINCRBY HMGET HSET LLEN LPUSH LRANGE PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD ZRANGE
---           ZREM ZSCORE
+-- Commands  HDEL HGET HGETALL HINCRBY HLEN HMGET HSET LLEN LPUSH LRANGE PEXPIRE RPUSH TIME UNLINK XADD ZADD ZCARD
+--           ZRANGE ZREM ZSCORE
 -- Reply     text | [number...]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
@@ -39,8 +39,11 @@ local terms = parse_terms(delays, kept or limits, kept)
 if are_stale(terms) then
   return {'stale', now - shift}
 end
-local buried = collect({}, {}, remains, call('LLEN', remains))
-local seen = {}
+local length, seen = call('LLEN', remains), {}
+if length > LONGEST then
+  return too_long(length)
+end
+local buried = collect({}, {}, remains, length)
 local size = #collect(collect({}, seen, logs .. key, held.logged), seen, remains, #buried)
 if size > terms.capacity then
   return {'full', key, size, terms.capacity}

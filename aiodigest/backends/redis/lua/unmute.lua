@@ -2,7 +2,7 @@
 --
 -- Flags     repeatable, replicated
 -- Parts     move by hand
--- Commands  HDEL HGET HGETALL HMGET HSET LLEN LRANGE PEXPIRE TIME XADD ZADD ZCARD ZRANGE ZREM ZSCORE
+-- Commands  HDEL HGET HGETALL HLEN HMGET HSET LLEN LRANGE PEXPIRE TIME XADD ZADD ZCARD ZRANGE ZREM ZSCORE
 -- Reply     text | number
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)

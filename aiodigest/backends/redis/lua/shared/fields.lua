@@ -20,6 +20,11 @@ local function are_limits(value)
   return fitting[value]
 end
 
+-- Return the error of a timeline that no script reads, as it would take seconds: another program has written to it.
+local function too_long(length)
+  return string.format('ERR it has %.0f entries in a list, where aiodigest keeps %d at the most', length, LONGEST)
+end
+
 -- Return the whole number that a text is, or nothing: another program may have written anything.
 local function whole(text)
   return #text < 16 and string.find(text, '^%-?%d+$') and tonumber(text)

@@ -35,9 +35,27 @@ local function read_fields(key, fields)
   return not held.problem and held or nil, held.problem
 end
 
+-- Return the fields of a timeline that are known, and no others.
+local function fields_by_name(key)
+  local found = try('HMGET', metas .. key, unpack(FIELDS))
+  local fields = {err = found.err}
+  for index, name in ipairs(FIELDS) do
+    if found[index] then
+      fields[#fields + 1] = name
+      fields[#fields + 1] = found[index]
+    end
+  end
+  return fields
+end
+
 -- Return what is kept of a timeline beside its entries; or nil and the error of a key that cannot be read.
 local function load(key)
-  return read_fields(key, try('HGETALL', metas .. key))
+  local size = try('HLEN', metas .. key)
+  if type(size) == 'table' then
+    return nil, size.err
+  end
+  -- another program may have put a million there
+  return read_fields(key, size > 2 * #FIELDS and fields_by_name(key) or try('HGETALL', metas .. key))
 end
 
 -- Note the lengths of both lists, so that every key of the timeline has been read before the first write.
@@ -48,6 +66,8 @@ local function with_lengths(held, problem)
   local logged, opened = try('LLEN', logs .. held.key), try('LLEN', opens .. held.key)
   if type(logged) == 'table' or type(opened) == 'table' then
     return nil, (type(logged) == 'table' and logged or opened).err
+  elseif math.max(logged, opened) > LONGEST then
+    return nil, too_long(math.max(logged, opened))
   end
   held.logged, held.opened = logged, opened
   return held
@@ -60,13 +80,5 @@ end
 
 -- Do the same for a user who only adds, and may not run HGETALL.
 local function load_by_name(key)
-  local found = try('HMGET', metas .. key, unpack(FIELDS))
-  local fields = {err = found.err}
-  for index, name in ipairs(FIELDS) do
-    if found[index] then
-      fields[#fields + 1] = name
-      fields[#fields + 1] = found[index]
-    end
-  end
-  return with_lengths(read_fields(key, fields))
+  return with_lengths(read_fields(key, fields_by_name(key)))
 end
