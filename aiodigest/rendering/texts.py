@@ -19,16 +19,18 @@ NODES = 2_000  # entries in all
 # What terminals obey: colours and titles, as lines of logs bring them along.
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\))|\x9b[0-?]*[ -/]*[@-~]")
 BREAKS = re.compile(r"\r\n?|[\v\f\x1c-\x1e\x85\u2028\u2029]")
-# Controls; what reorders or hides text (bidi marks, zero widths, tags, deprecated formats) ...
+# Controls; what reorders or hides text (bidi marks, zero widths, deprecated formats, tags but those of a flag) ...
 HIDDEN = re.compile(
-    r"[\x00-\x08\x0e-\x1b\x1f\x7f-\x9f\xad\u034f\u061c\u180b-\u180f\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff"
+    r"(\U0001f3f4[\U000e0030-\U000e0039\U000e0061-\U000e007a]{3,6}\U000e007f)|"
+    r"[\x00-\x08\x0e-\x1b\x1f\x7f-\x9f\u034f\u061c\u180b-\u180f\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff"
     r"\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
 )
 # ... letters that look like nothing ...
 BLANK = re.compile(r"[\t\xa0\u1680\u115f\u1160\u17b4\u17b5\u2000-\u200a\u202f\u205f\u2800\u3164\uffa0]")
 # ... and what is no character: lone surrogates, private ones, and those that XML does not know.
 WRONG = re.compile(r"[\ud800-\udfff\ue000-\uf8ff\ufdd0-\ufdef\ufffe\uffff\U000f0000-\U0010ffff]")
-JOINERS = re.compile(  # that join nothing, or what is joined
+JOINERS = re.compile(  # that join nothing, or what is joined; and soft hyphens outside of words
+    r"(?<![\w\xad])\xad+|\xad+(?!\w)|"
     r"(?<![^\x00-\x7f\s])[\u200c\u200d]+|[\u200c\u200d]+(?![^\x00-\x7f\s])|(?<=[\u200c\u200d])[\u200c\u200d]+"
 )
 SPACES = re.compile(r"[ \n]+")
@@ -53,10 +55,10 @@ def clean(text: str, most: int = MOST) -> str:
     is_whole, text = len(text) <= window, text[:window]
     if not (text.isascii() and text.isprintable()):
         text = BREAKS.sub("\n", ESCAPES.sub("", text))
-        text = WRONG.sub("\N{REPLACEMENT CHARACTER}", BLANK.sub(" ", HIDDEN.sub("", text)))
+        text = WRONG.sub("\N{REPLACEMENT CHARACTER}", BLANK.sub(" ", HIDDEN.sub(r"\1", text)))
         if not text.isascii():
             is_whole, text = is_whole and len(text) <= most + 20, text[: most + 20]  # since it takes long
-            text = JOINERS.sub("", text) if "\u200c" in text or "\u200d" in text else text
+            text = JOINERS.sub("", text) if any(each in text for each in "\u200c\u200d\xad") else text
             text = SYMBOLS.sub(lambda found: _piles().sub(r"\1", found[0]), text)
     return cut(text, most) if is_whole or len(text) > most else cut(text, most - 1) + "…"
 
