@@ -504,8 +504,9 @@ class Operations(Protocol):
 class Backend(Protocol):
     """A store of timelines. Each transition happens whole or not at all.
 
-    Every method may raise ``BackendUnavailable``; repeating any but ``add`` and ``claim`` is harmless. A method that
-    takes a shard may raise ``Retired``, except ``add``.
+    Every method may raise ``BackendUnavailable``. Repeating one whose answer was lost is harmless, except ``add`` and
+    ``claim``; but ``throttle`` loses the tokens of the first call, and ``replay`` raises ``InvalidState``. A method
+    that takes a shard may raise ``Retired``, except ``add``.
     """
 
     @property

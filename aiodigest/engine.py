@@ -147,7 +147,9 @@ class DigestEngine(Generic[T]):
 
     In its methods ``key`` names a timeline, and ``letter_id`` a dead letter. What is awaited may raise InvalidArgument
     (the message says what is allowed), ConfigurationError if the engine is not entered here, and BackendUnavailable
-    within the engine's ``timeout``; each method's own docstring names any other error it raises.
+    within the engine's ``timeout``; each method's own docstring names any other error it raises. Those that ask a
+    policy function (``add``, ``mute``, ``unmute``, ``remove``, ``reschedule``, ``explain``, ``replay``) also raise what
+    it raises, and ConfigurationError if it takes longer than ``timeout``; ``explain`` asks that of ``retry`` too.
 
     Attributes hold the arguments (durations in seconds), for reading; there are none for ``value_type``, ``policy``,
     ``shards`` and ``wait_replicas``.

@@ -60,10 +60,13 @@ class _AboutField(AiodigestError):
 class InvalidArgument(_AboutField, ValueError):
     """An argument is not allowed; ``message`` says which values are, and quotes the argument. Nothing was stored.
 
-    Of a number or a duration (in seconds) ``field`` is the argument's name, and ``given`` what it was; ``least`` or
-    ``most`` is its bound (what must be more than 0 has 0 for its ``least``), which ``other`` names if it is another
-    argument; without a bound, the two exclude each other.
-    Where nothing is told so, ``field`` and ``other`` are empty, and the others None.
+    Programs find its arguments in attributes; they are empty or None unless it is about a number or a duration (then in
+    seconds):
+
+    * ``field``: the name of the argument.
+    * ``given``: what it was.
+    * ``least`` or ``most``: its bound; 0 is the ``least`` of what must be more than 0.
+    * ``other``: the argument that the bound comes from, if it does; without a bound, the one that excludes this one.
     """
 
 

@@ -147,8 +147,8 @@ class Timeline(Generic[T]):
     ``dropped`` the records that capacity trimmed since the last one. ``cool_until`` is the end of the latest cool-down,
     which may be past. ``muted`` is True if it is muted (its state is "leased" while a delivery is under way all the
     same), until ``muted_until`` (None: until it is unmuted), and ``drops`` if what is added meanwhile is dropped.
-    ``peek`` alone fills ``records``: those under delivery, then those that came since. A value that cannot be decoded
-    is given as its raw bytes.
+    ``peek`` alone fills ``records``: those under delivery and those that came since, by timestamp; of a record that was
+    added again, the last value. Those whose values cannot be decoded come last, with their raw bytes.
     """
 
     key: str

@@ -66,7 +66,7 @@ class Misled(WrongSetUp, httpcore2.ConnectError):
 
 @dataclass(frozen=True)
 class Rules:
-    """Which addresses may be connected to: the public ones, and those of ``networks``; all if it is None."""
+    """The addresses that may be connected to: the public ones, and those of ``networks``; all if it is None."""
 
     networks: tuple[Any, ...] | None
 

@@ -36,7 +36,7 @@ LINK = re.compile(r"(?:https?://|mailto:)[!-;=?-~]+")
 
 
 class Address(NamedTuple):
-    """Whom a mail is from, or to."""
+    """The sender of a mail, or who gets it."""
 
     name: str
     local: str  # quoted, if it has to be

@@ -1,4 +1,4 @@
-"""What the channels have in common that send each digest in one POST; nothing here needs their library."""
+"""Common parts of the channels that send each digest in one POST; nothing here needs their library."""
 
 from __future__ import annotations
 

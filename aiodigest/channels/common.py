@@ -1,4 +1,4 @@
-"""What all channels have in common."""
+"""Common parts of all channels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which channel a timeline's digests go to, and one record for the timelines of several receivers."""
+"""Routes from timelines to the channels of their digests, and one record for the timelines of several receivers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def by_key(routes: Mapping[str, Route] | Callable[[str], Route | None]) -> Chann
     which the channel gets as ``to``. Any async function of a digest serves as a channel. A digest for which there is
     none becomes a dead letter.
 
-    The channels of a table are entered and left with this one. Those that a function returns are entered at their first
-    use: it must not make new ones each time.
+    The channels of a table are entered and left with this one, and so is any other async context manager in it. Each
+    ``Channel`` that a function returns is entered at its first use: it must not make new ones each time. What else it
+    returns, you enter yourself.
 
     Raises InvalidArgument if a prefix or a channel of a table is none, or the table is empty; a digest for which a
     function returns neither a channel nor a pair ends in the same error.
@@ -68,7 +69,7 @@ class _ByKey(Channel):
             raise Reject(f"there is no route for {shown(digest.key)}")
         send, address = _parts(route)
         channel: object = send
-        if isinstance(channel, Channel):  # others may need to be entered and left in one task
+        if isinstance(channel, Channel):  # others may have to be left in the task that entered them
             await self._enter(channel)
         await (send(digest) if address is None else send(digest, to=address))
 

@@ -1,6 +1,6 @@
-"""Where digests go besides standard output: channels by their URLs, with secrets that no argument shows, and commands.
+"""Destinations of digests besides standard output: commands, and channels by their URLs.
 
-Channels are imported when one is made.
+No argument shows their secrets. Channels are imported when one is made.
 """
 
 from __future__ import annotations

@@ -47,9 +47,9 @@ def instrument(
     were added, if these are recorded: to the first 32, in the order in which the records arrived. If there are more,
     the attribute ``aiodigest.links.dropped`` has their number. It is current while the callback runs. Its attribute
     ``aiodigest.outcome`` is the result reported to observers (``Delivery``): delivered, partial, deferred, rejected,
-    failed, timeout or buried, the last three of which are errors; or cancelled, for an attempt that was cut short. The
-    store answers "lost" or "deleted" after the span has ended. The key is not an attribute, since it is often
-    somebody's address: a callback that wants it sets it on the current span.
+    failed, unknown, timeout or buried, the last four of which are errors; or cancelled, for an attempt that was cut
+    short. The store answers "lost" or "deleted" after the span has ended. The key is not an attribute, since it is
+    often somebody's address: a callback that wants it sets it on the current span.
 
     Raises ConfigurationError if the engine is already instrumented, or entered.
     """

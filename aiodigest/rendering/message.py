@@ -1,4 +1,4 @@
-"""What a digest becomes: a message that channels send."""
+"""The message that a digest becomes, for channels to send."""
 
 from __future__ import annotations
 

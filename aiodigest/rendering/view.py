@@ -1,4 +1,4 @@
-"""What templates see of a digest: items with a title and details, in groups, alike ones once, and no more than fit."""
+"""Views of digests, for templates: items with a title and details, in groups, alike ones once, and no more than fit."""
 
 from __future__ import annotations
 

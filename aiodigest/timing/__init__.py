@@ -1,1 +1,1 @@
-"""When to send: calendars, hours and limits on the rate. Pure: no I/O; instants are whole milliseconds of UTC."""
+"""Times to send at: calendars, hours and limits on the rate. Pure: no I/O; instants are whole milliseconds of UTC."""

@@ -1,4 +1,4 @@
-"""Why a timeline is where it is, and until when: the terms of the formula (``formula.py``) in words, and as data.
+"""Reasons why a timeline is where it is and until when: terms of the formula (``formula.py``) in words, and as data.
 
 All times are by the server's clock. A due time is always the one that is stored: what the policy says is told only as
 far as it leads there.

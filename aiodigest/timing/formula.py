@@ -1,4 +1,4 @@
-"""When a timeline is due: the one formula, for the reference, the tests and whoever explains.
+"""Times at which timelines are due: the one formula, for the reference, the tests and whoever explains.
 
 With ``last``, the time of the last digest or of the add that opened the window, ``cool``, the end of the cool-down, and
 ``count`` records that wait::

@@ -17,8 +17,9 @@ TICKS = 5  # in the time from which on it counts
 class Standstill:
     """Notices that the loop has stood still for longer than ``most`` seconds; ``count`` tells how often it has.
 
-    A callback that blocks is one that has been entered, or has ended, with the longest time to the moment of which
-    anything was heard next, or before. If it did so later, between two of its waits, it is one of those under way.
+    Callbacks that begin and end are heard of. Of the longest silence, the callback is to blame that began it by being
+    entered, or else the one that ended it by ending. A callback that blocks between two of its waits does neither: it
+    is one of those under way.
     """
 
     def __init__(self, most: float) -> None:
