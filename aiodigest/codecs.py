@@ -244,21 +244,18 @@ def reader_of(codec: Codec[Any]) -> Callable[[bytes], Any] | None:
     return from_json if is_ours else None
 
 
-class Bounded(Generic[T]):
-    """A codec for looking: decodes values of up to ``left`` bytes in all, and refuses what comes after them."""
+def bounded(codec: Codec[T], left: int) -> Callable[[bytes], T]:
+    """Return a function for looking: it decodes values of up to ``left`` bytes in all, and refuses what comes after."""
+    size_of = sizes_of(codec)
 
-    def __init__(self, codec: Codec[T], left: int) -> None:
-        self.codec = codec
-        self.left = left
-
-    def encode(self, value: T, /) -> bytes:
-        return self.codec.encode(value)
-
-    def decode(self, data: bytes, /) -> T:
-        self.left -= sizes_of(self.codec)(data)
-        if self.left < 0:
+    def decode(data: bytes) -> T:
+        nonlocal left
+        left -= size_of(data)
+        if left < 0:
             raise CodecError("the timeline is too large to be shown whole")
-        return self.codec.decode(data)
+        return codec.decode(data)
+
+    return decode
 
 
 def _json_or_none(value: object) -> bytes | None:

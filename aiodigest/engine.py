@@ -38,7 +38,7 @@ from aiodigest.backend import (
 )
 from aiodigest.backends import ValkeyClient, open_backend
 from aiodigest.backoff import BackoffMode
-from aiodigest.codecs import JSON, Bounded, Codec, Encoder, JSONCodec, sizes_of
+from aiodigest.codecs import JSON, Codec, Encoder, JSONCodec, bounded, sizes_of
 from aiodigest.errors import (
     AiodigestError,
     BackendUnavailable,
@@ -974,7 +974,7 @@ class DigestEngine(Generic[T]):
     async def _records(self, entries: Sequence[bytes]) -> tuple[Record[T | bytes], ...]:
         from aiodigest.worker.contents import read  # not needed just to add
 
-        contents = await read(entries, Bounded(self.codec, self.bounds.digest))
+        contents = await read(entries, bounded(self.codec, self.bounds.digest))
         return (*contents.records, *contents.raw)
 
     def _view(self, window: StoredTimeline, records: tuple[Record[T | bytes], ...] = ()) -> Timeline[T]:

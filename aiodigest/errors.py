@@ -11,11 +11,16 @@ JOINERS = "\u200c\u200d\xad"  # of words in many scripts and of emoji, and soft 
 
 def shown(value: object, form: Callable[[object], str] = repr) -> str:
     """Quote a value for a message: never long, whatever the value and whatever its own ``form`` does."""
-    try:
-        text = form(value)
-    except Exception:  # an object of the caller's, or an integer of more digits than Python prints
-        return f"a {type(value).__name__[:100]}"
+    text = text_of(value, form)
     return text if len(text) <= 500 else f"{text[:500]}..."
+
+
+def text_of(value: object, form: Callable[[object], str] = str) -> str:
+    """Return the text of an object of a user's, which may not even have one."""
+    try:
+        return form(value)
+    except Exception:  # it may be an integer, too, of more digits than Python prints
+        return f"a {type(value).__name__[:100]}"
 
 
 def printable(text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -410,11 +409,6 @@ RetrySource: TypeAlias = RetryPolicy | Callable[..., RetryPolicy] | Callable[...
 Clock: TypeAlias = Callable[[str], Awaitable[int]]  # the time by the clock of a timeline's server, ms
 
 
-async def machine_clock(key: str) -> int:
-    """Tell the time of this machine, for want of a server's."""
-    return time.time_ns() // 1_000_000
-
-
 class Source(Generic[T]):
     """A setting of an engine for all its timelines: a value, or a function of the key.
 
@@ -475,9 +469,9 @@ class Policies:
         self,
         source: PolicySource,
         retry: RetryPolicy | None,
-        delivery_timeout: float = 0.0,
-        clock: Clock = machine_clock,
-        digest_bytes: int = DEFAULT.digest,
+        delivery_timeout: float,
+        clock: Clock,
+        digest_bytes: int,
     ) -> None:
         self._source = Source("policy", Policy, source, clock)
         self.fixed = self._source.fixed

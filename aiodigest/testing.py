@@ -294,7 +294,9 @@ class Run(Generic[T]):
                 if (delivered := _delivered_of(attempt, outcome)) is not None:
                     self.delivered.append(delivered)
                 # once, and without another try as a worker makes it: a test is to hear of a server that is gone
-                closed = await outcome.report_to(partial(_tell, backend.close), partial(_tell, backend.retry))
+                report = outcome.report
+                told = _tell(backend.close, report) if isinstance(report, Close) else _tell(backend.retry, report)
+                closed = outcome.answered(await told)
                 delivery = outcome.delivery(closed, max(0, now - lease.due_ms) / 1000, 0.0)
                 self.attempts.append(delivery)
                 tell(self.replacement.registered.observers, delivery)

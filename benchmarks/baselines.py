@@ -63,7 +63,7 @@ class Scripts:
 
     def packed(self, key: str, value: str) -> Sequence[Argument]:
         """The arguments of an add."""
-        return pack_adds([self.record(key, value)], [0])[0]
+        return pack_adds([self.record(key, value)], [0], 0)[0]
 
     def record(self, key: str, value: str) -> Add:
         """A record with an id of its own."""

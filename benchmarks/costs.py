@@ -94,7 +94,7 @@ async def beside_bare(setting: Setting) -> AsyncGenerator[Row, None]:
                 return [scripts.record(key_of(next(numbers) // each), VALUE) for _ in A_CALL]
 
             async def ours() -> None:
-                await scripts.send(pack_adds(some(), A_CALL)[0])
+                await scripts.send(pack_adds(some(), A_CALL, 0)[0])
 
             async def bare() -> None:
                 arguments = [argument for add in some() for argument in (add.key, add.entry)]
@@ -311,7 +311,7 @@ async def time_of_digests(setting: Setting) -> AsyncGenerator[Row, None]:
 
         async def close_all() -> None:
             for number, leases in enumerate(found):
-                items = [pack_close(Close(lease, lease.size, lease.size, 300_000, limits, LEASE)) for lease in leases]
+                items = [pack_close(Close(each, each.size, each.size, 300_000, limits, LEASE), 0) for each in leases]
                 await client.evalsha(closes, 1, key, *head, f"m{number}", 1, *chain.from_iterable(items))
 
         took[f"{name}claim"].append(await spent(client, claim_all, digests))

@@ -44,7 +44,7 @@ async def directly(client: Any, namespace: str, timelines: int) -> float:
         leases = [unpack_lease(fields) for fields in (await client.evalsha(claim.sha, 1, key, *arguments))[3]]
         closes: list[Any] = []
         for lease in leases:
-            closes += pack_close(Close(lease, lease.size, lease.size, 300_000, limits, LEASE))
+            closes += pack_close(Close(lease, lease.size, lease.size, 300_000, limits, LEASE), 0)
         await client.evalsha(close.sha, 1, key, *head, f"m{done}", 1, *closes)
         done += len(leases)
     return time.perf_counter() - began

@@ -57,8 +57,12 @@ async def batching(
         await asyncio.wait([running])
 
 
+async def submit(batcher: Batcher[int, int], item: int, size: int = 0) -> int:
+    return await batcher.put(item, size, 0, asyncio.get_running_loop().time())
+
+
 def held(batcher: Batcher[int, int], *items: int) -> list[asyncio.Task[int]]:
-    return [asyncio.create_task(batcher.submit(item)) for item in items]
+    return [asyncio.create_task(submit(batcher, item)) for item in items]
 
 
 async def answers(batcher: Batcher[int, int], *items: int) -> list[int | BaseException]:
@@ -89,7 +93,7 @@ async def test_what_is_submitted_in_one_turn_goes_out_as_one_call_in_order() -> 
 )
 async def test_a_call_has_at_most_256_items_and_256_kib_or_one_item(sizes: list[int], calls: list[int]) -> None:
     async with batching() as (batcher, wire):
-        await asyncio.gather(*(batcher.submit(item, size) for item, size in enumerate(sizes)))
+        await asyncio.gather(*(submit(batcher, item, size) for item, size in enumerate(sizes)))
     assert [len(call) for call in wire.sent] == calls
 
 
@@ -107,7 +111,7 @@ def test_batches_keep_the_order_and_their_bounds_and_are_no_more_than_needed(siz
 @pytest.mark.parametrize("sizes", [[0] * 10_000, [16 * 1024 * 1024 - 1, 1]], ids=["items", "bytes"])
 async def test_room_is_for_10_000_items_or_16_mib_and_what_has_none_in_time_is_not_stored(sizes: list[int]) -> None:
     batcher = Batcher[int, int](Wire(0, False), TIMEOUT)  # which nobody runs, so that all wait until their time is over
-    tasks = [asyncio.create_task(batcher.submit(0, size)) for size in [*sizes, 0]]
+    tasks = [asyncio.create_task(submit(batcher, 0, size)) for size in [*sizes, 0]]
     errors = [await unavailable(task) for task in tasks]
     assert ["no room" in str(error) for error in errors] == [False] * len(sizes) + [True]
     assert (errors[-1].stored, now()) == ("no", pytest.approx(TIMEOUT, abs=0.1))
@@ -147,7 +151,7 @@ async def test_a_call_that_fails_fails_its_items_and_the_next_call_is_made(error
 
 async def test_who_was_answered_can_add_to_the_next_call_beside_what_waits_for_it() -> None:
     async def add_twice(batcher: Batcher[int, int], item: int) -> int:
-        return await batcher.submit(await batcher.submit(item))
+        return await submit(batcher, await submit(batcher, item))
 
     async with batching(held=True) as (batcher, wire):
         twice = [asyncio.create_task(add_twice(batcher, item)) for item in range(50)]
@@ -272,7 +276,7 @@ async def test_what_was_sent_and_has_no_answer_in_time_may_be_stored_and_what_wa
         assert ((await unavailable(sent)).stored, now()) == ("unknown", pytest.approx(TIMEOUT))
         assert (await unavailable(unsent)).stored == "no"
         wire.gate.set()
-        assert await batcher.submit(3) == 6
+        assert await submit(batcher, 3) == 6
     assert wire.sent == [[1], [3]]
 
 
@@ -313,9 +317,9 @@ async def test_a_full_queue_lets_callers_in_again_when_half_of_it_is_free(
     for name, value in {"QUEUE_ITEMS": 4, "QUEUE_BYTES": 1000, "BATCH_ITEMS": 1, "BATCH_BYTES": 300}.items():
         monkeypatch.setattr(batcher_module, name, value)
     async with batching(1) as (batcher, _):
-        full = [asyncio.create_task(batcher.submit(item, size)) for item in range(4)]
+        full = [asyncio.create_task(submit(batcher, item, size)) for item in range(4)]
         await settle()
-        late = asyncio.create_task(batcher.submit(9, 1))
+        late = asyncio.create_task(submit(batcher, 9, 1))
         await asyncio.sleep(seconds)
         finishing = asyncio.create_task(batcher.finish())  # which refuses those that wait for room
         [answer] = await asyncio.gather(late, return_exceptions=True)

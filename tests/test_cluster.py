@@ -323,7 +323,7 @@ async def test_calls_under_way_on_a_primary_that_is_none_any_more_have_their_ans
     call = asyncio.create_task(link.command(key, "BLPOP", key, 0))
     address = "127.0.0.1", first.port
     await until(lambda: b"cmd=blpop" in first.ask("CLIENT", "LIST"))
-    await link._learn(address, [[0, 16_383, [b"127.0.0.1", second.port]]])
+    await link._learn(address, [[0, 16_383, [b"127.0.0.1", second.port]]], 0.5)
     assert address not in link._servers
     first.ask("RPUSH", key, "answer")
     assert await call == [key.encode(), b"answer"]

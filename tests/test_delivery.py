@@ -33,6 +33,7 @@ CODEC = JSONCodec[JSON]()
 TIMEOUT = 30.0
 LEASE_MS = 60_000
 MINUTE = 60_000
+NOON = 12 * 60 * MINUTE
 LIMITS = Policy().terms.limits
 RETRY = RetryPolicy(max_attempts=3, backoff=lambda attempt: 10.0 * attempt)
 
@@ -65,9 +66,15 @@ async def usual(key: str, now_ms: int) -> Policy:
     return Policy()
 
 
+def noon() -> tuple[int, int]:
+    """A clock that stands still."""
+    return NOON, NOON
+
+
 async def delivered(dispatcher: Dispatcher[JSON], *entries: bytes, call: Call | None = None, **changes: Any) -> Outcome:
     """What comes of delivering ``entries``."""
-    return await dispatcher.deliver(await dispatcher.prepare(lease_of(entries, **changes), entries), call)
+    prepared = await dispatcher.prepare(lease_of(entries, **changes), entries)
+    return await dispatcher.deliver(prepared, call or Call(noon))
 
 
 def dispatcher_to(callback: Callback[JSON]) -> Dispatcher[JSON]:
@@ -109,14 +116,14 @@ def retry_of(outcome: Outcome) -> Retry:
 
 async def test_records_are_in_order_of_their_timestamps_in_utc_and_then_of_arrival() -> None:
     entries = [entry("a", timestamp=9), entry("b", timestamp=5), entry("c", timestamp=9), entry("d", timestamp=1)]
-    records = (await read(entries, CODEC)).records
+    records = (await read(entries, CODEC.decode)).records
     assert [record.id for record in records] == ["d", "b", "a", "c"]
     assert records[0].timestamp.isoformat() == "1970-01-01T00:00:01+00:00"
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3))))
 async def test_the_last_entry_of_an_id_wins(adds: list[tuple[str, int]]) -> None:
-    contents = await read([entry(record_id, value) for record_id, value in adds], CODEC)
+    contents = await read([entry(record_id, value) for record_id, value in adds], CODEC.decode)
     assert {record.id: record.value for record in contents.records} == dict(adds)
     assert len(contents.records) == len(dict(adds))
 
@@ -132,7 +139,7 @@ async def test_the_last_entry_of_an_id_wins(adds: list[tuple[str, int]]) -> None
     ],
 )
 async def test_what_cannot_be_decoded_is_kept_raw_with_its_timestamp_beside_others(bad: bytes, timestamp: int) -> None:
-    contents = await read([entry("a"), bad, entry("b")], CODEC)
+    contents = await read([entry("a"), bad, entry("b")], CODEC.decode)
     assert [record.id for record in contents.records] == ["a", "b"]
     assert [record.timestamp.timestamp() for record in contents.raw] == [timestamp]
     assert len(contents.undecodable) == 1
@@ -151,7 +158,7 @@ async def test_a_codec_may_raise_anything(error: BaseException) -> None:
         def decode(self, data: bytes, /) -> int:
             raise error
 
-    assert (await read([entry("a")], Wild())).undecodable == {identity_of(b"a"): f"{type(error).__name__}: wild"}
+    assert (await read([entry("a")], Wild().decode)).undecodable == {identity_of(b"a"): f"{type(error).__name__}: wild"}
 
 
 def arrived(record_id: bytes | None, value: JSON, at_ms: int, context: bytes = b"") -> bytes:
@@ -163,7 +170,7 @@ async def test_a_digest_that_is_read_at_once_has_what_is_read_record_by_record(f
     entries = [arrived(None if name is None else name.encode(), value, at_ms) for name, value, at_ms in facts]
     load = reader_of(CODEC)
     assert load is not None
-    assert read_at_once(entries, load) in (await read(entries, CODEC), None)
+    assert read_at_once(entries, load) in (await read(entries, CODEC.decode), None)
 
 
 PLAIN = [arrived(b"a", {"b": None}, 7), arrived(None, "c", 5)]
@@ -246,11 +253,11 @@ async def test_a_large_digest_is_read_a_slice_at_a_time_while_the_event_loop_doe
 
     turning = asyncio.create_task(turn())
     slow = Slow()
-    contents = await read([pack(b"%d" % number, 0, slow.encode(number)) for number in range(20)], slow)
+    contents = await read([pack(b"%d" % number, 0, slow.encode(number)) for number in range(20)], slow.decode)
     assert len(contents.records) == 20
     assert turns >= 19, "of decoding"
     turns = 0
-    contents = await read([entry("a", number) for number in range(10 * MANY)], CODEC)
+    contents = await read([entry("a", number) for number in range(10 * MANY)], CODEC.decode)
     turning.cancel()
     await asyncio.wait([turning])
     assert len(contents.records) == 1
@@ -393,8 +400,8 @@ async def test_each_callback_has_its_whole_time_whenever_others_began_and_ended(
     ("callback", "call"),
     [
         (forever, None),  # it is cancelled from outside
-        (forever, Call(cancelled=True)),
-        *((when_cancelled(error), Call(cancelled=True)) for error in (ValueError(), SystemExit(), GeneratorExit())),
+        (forever, Call(noon, cancelled=True)),
+        *((when_cancelled(why), Call(noon, cancelled=True)) for why in (ValueError(), SystemExit(), GeneratorExit())),
     ],
 )
 async def test_a_delivery_that_its_worker_cuts_short_reports_nothing(callback: Reply, call: Call | None) -> None:
@@ -604,7 +611,7 @@ async def test_a_callback_begins_only_if_the_hours_are_open_whatever_the_server_
     async def daily(key: str, now_ms: int) -> Policy:
         return Policy(hours=Hours("00:10-00:20"))
 
-    call = Call(clock=lambda: (MINUTE * earliest, MINUTE * latest))
+    call = Call(lambda: (MINUTE * earliest, MINUTE * latest))
     if wait:
         with pytest.raises(Aside) as aside:
             await attempt(AssertionError("called"), A, policy=daily, call=call)
@@ -622,7 +629,7 @@ async def test_hours_are_looked_at_anew_when_the_permit_to_begin_has_come(late: 
     async def permit() -> None:
         times[:] = [late]
 
-    call = Call(clock=lambda: (MINUTE * times[0], MINUTE * times[0]), permit=permit)
+    call = Call(lambda: (MINUTE * times[0], MINUTE * times[0]), permit=permit)
     if wait:
         with pytest.raises(Aside) as aside:
             await attempt(AssertionError("called"), A, policy=daily, call=call)
@@ -645,7 +652,7 @@ async def test_what_is_put_aside_by_its_hours_asks_for_no_permit_and_days_that_c
     async def permit() -> None:
         minutes[0] += 40 * 24 * 60
 
-    call = Call(clock=lambda: (MINUTE * minutes[0], MINUTE * minutes[0]), permit=permit)
+    call = Call(lambda: (MINUTE * minutes[0], MINUTE * minutes[0]), permit=permit)
     with pytest.raises(Aside):
         await attempt(AssertionError("called"), A, policy=daily, call=call)
     assert minutes == [0]
@@ -670,14 +677,14 @@ async def test_what_is_read_late_is_looked_at_again_before_its_callback_begins()
         return (now := next(times) * MINUTE), now
 
     with pytest.raises(Aside) as aside:
-        await attempt(AssertionError("called"), A, policy=daily, retry=own_tries, call=Call(clock=clock))
+        await attempt(AssertionError("called"), A, policy=daily, retry=own_tries, call=Call(clock))
     assert aside.value.aside_ms == (24 * 60 - 10) * MINUTE
 
     def stops() -> None:
         raise Aside(0)
 
     with pytest.raises(Aside) as aside:
-        await attempt(AssertionError("called"), A, retry=own_tries, call=Call(look=stops))
+        await attempt(AssertionError("called"), A, retry=own_tries, call=Call(noon, look=stops))
     assert not aside.value.aside_ms
 
 

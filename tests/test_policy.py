@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from aiodigest import DecorrelatedJitter, IterationBackoff, Policy, RetryPolicy
 from aiodigest.errors import ConfigurationError, InvalidArgument
-from aiodigest.policy import Limits, Policies, Terms
+from aiodigest.policy import Clock, Limits, Policies, PolicySource, Terms
+from aiodigest.records.validation import DEFAULT
 from aiodigest.timing.calendar import At
 from aiodigest.timing.hours import Hours
 
@@ -172,6 +173,14 @@ def test_delays_become_whole_milliseconds_and_no_bound_becomes_zero() -> None:
     assert Policy().terms.limits == Limits(1000, 0, 0, 7 * DAY * 1000)
 
 
+async def epoch(key: str) -> int:
+    return 0
+
+
+def policies_of(source: PolicySource, retry: RetryPolicy = RetryPolicy(), clock: Clock = epoch) -> Policies:
+    return Policies(source, retry, 0.0, clock, DEFAULT.digest)
+
+
 @given(st.integers(1, 10**6), st.floats(0, 10**6))
 def test_what_a_strategy_returns_is_clamped_to_the_maximum(iteration: int, wait: float) -> None:
     assert Policy(minimum_delay=flat(wait)).cool_ms(iteration) == min(round(wait * 1000), 1_800_000)
@@ -182,7 +191,7 @@ def test_a_strategy_that_returns_no_duration_is_refused_when_it_is_asked(wait: o
     with pytest.raises(InvalidArgument, match="minimum_delay"):
         Policy(minimum_delay=flat(wait)).cool_ms(1)
     with pytest.raises(InvalidArgument, match="retry"):  # when an engine is made
-        Policies(Policy(), RetryPolicy(backoff=flat(wait)))
+        policies_of(Policy(), RetryPolicy(backoff=flat(wait)))
 
 
 def test_the_span_is_the_sum_of_the_longest_waits() -> None:
@@ -199,11 +208,11 @@ async def test_one_policy_serves_every_key_or_a_function_or_an_async_function_gi
     async def awaited(key: str) -> Policy:
         return plain(key)
 
-    one = Policies(small, RetryPolicy())
+    one = policies_of(small)
     assert await one.of("a") is small
     assert (one.limits, one.own) == (small.terms.limits, False)
     for source in (plain, awaited):
-        policies = Policies(source, RetryPolicy())
+        policies = policies_of(source)
         assert [await policies.of(key) for key in ("small", "large")] == [small, large]
         assert (policies.limits.capacity, policies.limits.max_size, policies.own) == (10_000, 0, True)
 
@@ -233,11 +242,11 @@ async def test_a_function_with_a_parameter_now_is_given_the_server_s_time_and_ot
         return Policy(capacity=len(args) + len(named))
 
     for function in (positional, keyword, Called(), partial(positional)):
-        assert await Policies(function, RetryPolicy(), clock=clock).of("key") == Policy()
+        assert await policies_of(function, clock=clock).of("key") == Policy()
     assert (asked, told) == (["key"] * 4, [datetime.fromtimestamp(1.5, UTC)] * 4)
-    assert await Policies(positional, RetryPolicy(), clock=clock).of("key", now_ms=2_000) == Policy()
+    assert await policies_of(positional, clock=clock).of("key", now_ms=2_000) == Policy()
     for function in (key_named_now, anything):
-        assert (await Policies(function, RetryPolicy(), clock=clock).of("k")).capacity == 1
+        assert (await policies_of(function, clock=clock).of("k")).capacity == 1
     assert (len(asked), told[4:]) == (4, [datetime.fromtimestamp(2, UTC)])
 
 
@@ -250,10 +259,10 @@ async def test_a_function_with_a_parameter_now_is_given_the_server_s_time_and_ot
 )
 async def test_what_a_function_returns_is_checked_each_time(wrong: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
-        await Policies(flat(wrong), RetryPolicy()).of("key")
+        await policies_of(flat(wrong)).of("key")
     if isinstance(wrong, Policy):  # when an engine is made, if it is the only one
         with pytest.raises(InvalidArgument, match=message):
-            Policies(wrong, RetryPolicy())
+            policies_of(wrong)
 
 
 async def test_a_policy_function_that_takes_too_long_is_told_from_one_that_raises_a_timeout_of_its_own() -> None:
@@ -263,7 +272,7 @@ async def test_a_policy_function_that_takes_too_long_is_told_from_one_that_raise
         await asyncio.sleep(10)
         return Policy()
 
-    policies = Policies(slow, RetryPolicy())
+    policies = policies_of(slow)
     with pytest.raises(ConfigurationError, match="took longer than 5 s"):
         await policies.of("key", timeout=5)
     with pytest.raises(TimeoutError, match="theirs"):

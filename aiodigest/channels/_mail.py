@@ -118,11 +118,11 @@ def link_of(text: object, what: str, *, one_click: bool) -> str:
     return link
 
 
-def subject_line(text: str, most: int = LONGEST_SUBJECT) -> str:
+def subject_line(text: str) -> str:
     """Return a text from anybody in one line, which is short and ends no header."""
-    words = " ".join(text[: 10 * most].encode(errors="replace").decode().split())
+    words = " ".join(text[: 10 * LONGEST_SUBJECT].encode(errors="replace").decode().split())
     kept = "".join(c for c in words if c.isprintable() or c in JOINERS)
-    return kept if len(kept) <= most else f"{kept[: most - 1]}…"
+    return kept if len(kept) <= LONGEST_SUBJECT else f"{kept[: LONGEST_SUBJECT - 1]}…"
 
 
 def write(

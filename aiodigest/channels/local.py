@@ -19,7 +19,7 @@ from pydantic_core import to_jsonable_python
 
 from aiodigest import Digest, OutcomeUnknown, RetryAfter
 from aiodigest.channels.common import Channel, Turn, rendered_by
-from aiodigest.errors import printable
+from aiodigest.errors import printable, text_of
 from aiodigest.rendering import Message, Render
 
 try:
@@ -152,7 +152,7 @@ def _plain(value: Any, deep: int = DEEP) -> Any:
         case str():
             return str.__str__(value)  # with lone surrogates too, at which pydantic ends
         case dict() | list() | tuple() if not deep:
-            return _said(cast("object", value))
+            return text_of(cast("object", value))
         case dict():
             return {_name(name): _plain(each, deep - 1) for name, each in cast("dict[Any, Any]", value).items()}
         case list() | tuple():
@@ -171,18 +171,11 @@ def _name(name: object) -> str:
     if isinstance(name, str):
         return str.__str__(name)
     found = _jsonable({name: None})
-    return next(iter(cast("dict[str, Any]", found))) if isinstance(found, dict) else _said(name)
+    return next(iter(cast("dict[str, Any]", found))) if isinstance(found, dict) else text_of(name)
 
 
 def _jsonable(value: object) -> Any:
     try:
-        return to_jsonable_python(value, bytes_mode="base64", fallback=_said)
+        return to_jsonable_python(value, bytes_mode="base64", fallback=text_of)
     except Exception:  # too deep, in itself, or with what pydantic cannot name
-        return _said(value)
-
-
-def _said(value: object) -> str:
-    try:
-        return str(value)
-    except Exception:  # of a value of the user's
-        return f"a {type(value).__name__}"
+        return text_of(value)

@@ -87,6 +87,6 @@ class Availability:
         del self._calming[call]
         self.answered(call)
 
-    async def pause(self, call: str = "") -> None:
+    async def pause(self, call: str) -> None:
         """Wait before the next try: jittered, growing to a second, or until another call of the kind is answered."""
         await elapse(self._answered[call], BACKOFF(self._tries.get(call, 0)))

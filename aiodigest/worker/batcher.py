@@ -159,10 +159,6 @@ class Batcher(Generic[Item, Answer]):
         self._timer = Timer(self._expire, Context())  # for the first deadline; a caller may have made this
         self._ended = False
 
-    async def submit(self, item: Item, size: int = 0) -> Answer:
-        """Queue an item and return its answer."""
-        return await self.put(item, size, 0, self._loop.time())
-
     def asked(self, item: Item) -> Awaitable[Answer]:
         """Queue an item, and return what to await for its answer."""
         return self.put(item, 0, 0, self._loop.time())

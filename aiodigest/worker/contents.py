@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from operator import attrgetter
 from typing import Generic, TypeVar
 
-from aiodigest.codecs import PLAIN, Codec
+from aiodigest.codecs import PLAIN
 from aiodigest.models import Record
 from aiodigest.records.entries import (
     ARRIVAL_END,
@@ -77,14 +77,16 @@ def read_at_once(entries: Sequence[bytes], load: Callable[[bytes], T]) -> Conten
     return Contents(records)
 
 
-async def read(entries: Sequence[bytes], codec: Codec[T], cut_ms: int = 0, later: Iterable[bytes] = ()) -> Contents[T]:
+async def read(
+    entries: Sequence[bytes], decode: Callable[[bytes], T], cut_ms: int = 0, later: Iterable[bytes] = ()
+) -> Contents[T]:
     """Return the records of some entries by timestamp, then arrival; the last entry of an id wins, of which there may
     be one ``later``.
 
     Large input is decoded a slice at a time, so that the event loop can do other things in between.
     """
     contents: Contents[T] = Contents()
-    cut, clock, decode = cut_ms * 1000, asyncio.get_running_loop().time, codec.decode
+    cut, clock = cut_ms * 1000, asyncio.get_running_loop().time
     records, until, newest, in_order = contents.records, clock() + TURN, FIRST_MS * 1000, True
     last: dict[bytes, tuple[int, bytes, bytes, bytes] | None] = {}
     fromtimestamp = datetime.fromtimestamp

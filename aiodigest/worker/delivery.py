@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from aiodigest.errors import (
     RetryAfter,
     one_line,
     shown,
+    text_of,
 )
 from aiodigest.logs import logger_of
 from aiodigest.models import Delivery, Digest, Result
@@ -35,7 +35,7 @@ from aiodigest.records.validation import DEFAULT, Bounds, nearest, never_ran
 from aiodigest.timing.explain import span
 from aiodigest.timing.formula import next_due, share_of
 from aiodigest.worker.contents import SMALL, Contents, read, read_at_once
-from aiodigest.worker.reasons import TimedOut, describe, facts_of, log_dropped, log_other_limits, text_of, times
+from aiodigest.worker.reasons import TimedOut, describe, facts_of, log_dropped, log_other_limits, times
 from aiodigest.worker.tasks import TimeLimit
 
 if TYPE_CHECKING:
@@ -116,12 +116,6 @@ class Outcome(NamedTuple):
             lease.key, lease.digest_id, lease.attempt, result, self.records, late, took, self.reason, self.error
         )
 
-    async def report_to(
-        self, close: Callable[[Close], Awaitable[Closed]], retry: Callable[[Retry], Awaitable[bool]]
-    ) -> Closed:
-        """Report it to the store by one of these calls, and return the answer."""
-        return self.answered(await (close(self.report) if isinstance(self.report, Close) else retry(self.report)))
-
     def answered(self, answer: Closed | bool) -> Closed:
         """Return the answer to the report, once it has come."""
         closed = answer if isinstance(answer, Closed) else Closed("closed" if answer else "lost")
@@ -155,11 +149,6 @@ def closed_ms(hours: Hours, earliest: int, latest: int, key: str) -> int:
     return opening - earliest
 
 
-def machine_ms() -> tuple[int, int]:
-    """Tell the time of this machine, for want of a server's."""
-    return (now := time.time_ns() // 1_000_000), now
-
-
 def nothing() -> None:
     """Do nothing."""
 
@@ -168,9 +157,9 @@ def nothing() -> None:
 class Call:
     """State of a callback, shared by its worker and its dispatcher."""
 
+    clock: Callable[[], tuple[int, int]]  # of the server, ms: what it tells at least, and at most
     deadline: float = inf  # by the loop's clock: when what the user wrote is cancelled, and should end
     cancelled: bool = False  # by its worker, so that it reports nothing
-    clock: Callable[[], tuple[int, int]] = machine_ms  # of the server, ms: what it tells at least, and at most
     permit: Callable[[], Awaitable[None]] | None = None  # awaited last before the callback begins; may raise Aside
     look: Callable[[], None] = nothing  # raises what keeps its callback from being begun by now
 
@@ -325,10 +314,10 @@ class Dispatcher(Generic[T]):
             attempt.is_spent = bool(last)
             return
         if len(entries) <= SMALL[0] and sum(map(len, entries)) <= SMALL[1]:
-            attempt.contents = await read(entries, self.codec, lease.cut_ms, lease.later)
+            attempt.contents = await read(entries, self.codec.decode, lease.cut_ms, lease.later)
             return
         async with self._reading:
-            attempt.contents = await read(entries, self.codec, lease.cut_ms, lease.later)
+            attempt.contents = await read(entries, self.codec.decode, lease.cut_ms, lease.later)
 
     async def _ask(self, attempt: Attempt[T], call: Call) -> None:
         """Ask for the policy and the tries of a digest, and read it if that had to wait for them."""
@@ -346,8 +335,8 @@ class Dispatcher(Generic[T]):
         """Have a policy govern the delivery of a digest."""
         lease = attempt.lease
         attempt.cool_ms, attempt.policy = policy.cool_ms(lease.iteration), policy
-        if lease.own is not None:
-            self._compare_limits(attempt)
+        if lease.own is not None and not self._told_limits:
+            self._told_limits = log_other_limits(lease, lease.own, policy.terms.limits)
         attempt.next_ms = next_due(policy.terms, lease.key, now_ms, now_ms + attempt.cool_ms)
         if policy.hours is not None:
             self._look_at_hours(attempt, call)
@@ -367,14 +356,12 @@ class Dispatcher(Generic[T]):
             return error
         return None
 
-    async def deliver(
-        self, attempt: Attempt[T], call: Call | None = None, task: asyncio.Task[Any] | None = None
-    ) -> Outcome:
+    async def deliver(self, attempt: Attempt[T], call: Call, task: asyncio.Task[Any] | None = None) -> Outcome:
         """Deliver a digest in the current task, which is ``task`` if the caller has it at hand.
 
         Raises CancelledError only when cancelled from outside, and Aside if the digest may not be delivered now.
         """
-        lease, call, task = attempt.lease, call or Call(), task or asyncio.current_task()
+        lease, task = attempt.lease, task or asyncio.current_task()
         clock = asyncio.get_running_loop().time
         try:
             if self.fixed is not None and isinstance(self.retry, RetryPolicy):
@@ -416,11 +403,6 @@ class Dispatcher(Generic[T]):
             if traced is not None:
                 traced.left()
         return outcome if not (task and task.cancelling()) else await self._settled(outcome, call, task)
-
-    def _compare_limits(self, attempt: Attempt[T]) -> None:
-        """Log the first timeline whose limits are not those of its policy here."""
-        if not self._told_limits:
-            self._told_limits = log_other_limits(attempt.lease, attempt.policy.terms.limits)
 
     async def _settled(self, outcome: End, call: Call, task: asyncio.Task[Any] | None) -> End:
         """Return the outcome once the task can report it: what the user wrote may have left it cancelled."""

@@ -33,11 +33,11 @@ class ActiveDelivery:
     due: float
     destination: Destination
     leases: Leases
+    call: Call
     stage: Literal["claimed", "decoding", "calling", "reporting"] = "claimed"
     ends: float = inf  # the time by which the lease has surely ended
     token: Token | None = None  # of the throttle, not used yet
     is_first: bool = True  # no part of its digest has begun
-    call: Call = field(default_factory=Call)
     task: asyncio.Task[None] = field(init=False)  # set at once by who makes it
     on_done: Callable[[asyncio.Task[None]], None] = field(
         init=False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aiodigest.backend import Claims, Lease
-from aiodigest.errors import ChannelError, CodecError, DeliverySignal, one_line, shown
+from aiodigest.errors import ChannelError, CodecError, DeliverySignal, one_line, shown, text_of
 from aiodigest.logs import logger_of
 from aiodigest.models import Delivery
 from aiodigest.policy import Limits
@@ -27,14 +27,6 @@ def describe(error: BaseException) -> str:
     return one_line(text if says_all else f"{type(error).__name__}: {text}")
 
 
-def text_of(value: object) -> str:
-    """Return the text of what a user raised or returned, which may not even have one."""
-    try:
-        return str(value)
-    except Exception:
-        return f"a {type(value).__name__}"
-
-
 def facts_of(what: Lease | Delivery, reason: object = "", delay_ms: int | None = None) -> dict[str, object]:
     """Return the fields that name a line's attempt, and if given the reason, and in how long the next one is."""
     facts: dict[str, object] = {"timeline": what.key, "digest_id": what.digest_id, "attempt": what.attempt}
@@ -44,10 +36,9 @@ def facts_of(what: Lease | Delivery, reason: object = "", delay_ms: int | None =
 
 
 def log_let_go(shard: int, count: int) -> None:
-    """Log that dead letters made room for another one, if any did."""
-    if count:
-        line = "%d dead letters of shard %d were let go: the oldest, 30 days old or over the shard's bytes for them"
-        logger.error(line, count, shard, extra={"shard": shard, "letters": count})
+    """Log that dead letters made room for another one."""
+    line = "%d dead letters of shard %d were let go: the oldest, 30 days old or over the shard's bytes for them"
+    logger.error(line, count, shard, extra={"shard": shard, "letters": count})
 
 
 def log_dropped(lease: Lease) -> None:
@@ -61,22 +52,21 @@ def _lost(count: int) -> str:
     return "1 record is lost" if count == 1 else f"{count} records are lost"
 
 
-def log_other_limits(lease: Lease, ours: Limits) -> bool:
+def log_other_limits(lease: Lease, own: Limits, ours: Limits) -> bool:
     """Log that a timeline has other limits than this worker's policy gives it, and return True; else False."""
-    if lease.own is None or lease.own == ours:
+    if own == ours:
         return False
-    stored, here = (", ".join(f"{name} {size}" for name, size in each._asdict().items()) for each in (lease.own, ours))
+    there, here = (", ".join(f"{name} {size}" for name, size in each._asdict().items()) for each in (own, ours))
     line = "the policy of timeline %r differs where its records are added (%s) and here (%s): the limits there count"
-    logger.warning(line, lease.key, stored, here, extra=facts_of(lease))
+    logger.warning(line, lease.key, there, here, extra=facts_of(lease))
     return True
 
 
 def log_doubt(lease: Lease) -> None:
-    """Log that a digest is tried again that may end its worker, if it is one."""
-    if lease.lost:
-        how, later = ("with nothing beside it", "") if lease.is_alone else ("beside others", LATER)
-        line = "the digest of %r is tried again %s: its worker died or lost the server before it reported (%s in a row)"
-        logger.warning(line + later, lease.key, how, times(lease.lost), extra=facts_of(lease))
+    """Log that a digest is tried again that may end its worker."""
+    how, later = ("with nothing beside it", "") if lease.is_alone else ("beside others", LATER)
+    line = "the digest of %r is tried again %s: its worker died or lost the server before it reported (%s in a row)"
+    logger.warning(line + later, lease.key, how, times(lease.lost), extra=facts_of(lease))
 
 
 def times(count: int) -> str:

@@ -275,7 +275,7 @@ class ShardWorker:
                     log_doubt(lease)
                     self.leases.superseded(lease.key)
                 due = now - (claims.now_ms - lease.due_ms) / 1000
-                active = ActiveDelivery(lease, due, destination, self.leases, call=Call(clock=clock))
+                active = ActiveDelivery(lease, due, destination, self.leases, Call(clock))
                 if shared.throttling is not None:
                     active.token = tokens.pop() if tokens else None
                     active.call.permit = partial(self._permit, active)

@@ -155,7 +155,7 @@ def pack_limits(limits: Limits) -> str:
     return " ".join(map(str, limits))
 
 
-def pack_delays(terms: Terms, now_ms: int = 0, span_ms: int = 0, to_ms: int = 0) -> str:
+def pack_delays(terms: Terms, now_ms: int, span_ms: int = 0, to_ms: int = 0) -> str:
     """Return the delays of terms, or JSON of all that they have: of calendars and hours what they tell of now, and
     of due times up to ``span_ms`` after it; and of hours what they tell of ``to_ms``, however far that is."""
     if terms.is_plain:
@@ -213,7 +213,7 @@ def _hours_around(
     return {"since": about_ms - COVERED, "windows": [time for each in windows for time in each], "spread": spread}
 
 
-def pack_adds(adds: Sequence[Add], indices: Iterable[int], now_ms: int = 0) -> tuple[list[Argument], list[int]]:
+def pack_adds(adds: Sequence[Add], indices: Iterable[int], now_ms: int) -> tuple[list[Argument], list[int]]:
     """Return the arguments for some of the adds, and the order in which they stand there.
 
     Those to one timeline under the same terms stand together, as one append; those to a timeline stay in order, and
@@ -294,7 +294,7 @@ def pack_mute(key: str, mute: Mute) -> tuple[Argument, ...]:
     return key, "" if mute.delay_ms is None else "delay", mute.delay_ms or 0, int(mute.drop)
 
 
-def pack_close(close: Close, now_ms: int = 0) -> list[Argument]:
+def pack_close(close: Close, now_ms: int) -> list[Argument]:
     lease, limits = close.lease, close.limits
     arguments: list[Argument] = [
         lease.key, lease.token, lease.digest_id, close.taken, close.delivered, close.aged,
@@ -307,7 +307,7 @@ def pack_close(close: Close, now_ms: int = 0) -> list[Argument]:
     return [*arguments, close.dedupe_ms, *_pack_ids(close.seen)] if close.dedupe_ms else arguments
 
 
-def pack_retry(retry: Retry, now_ms: int = 0) -> list[Argument]:
+def pack_retry(retry: Retry, now_ms: int) -> list[Argument]:
     return [
         *pack_lease(retry.lease), retry.delay_ms, _readable(retry.error), retry.limits.ttl_ms, retry.taken,
         retry.delivered, retry.aged, int(retry.give_back), int(retry.unknown),

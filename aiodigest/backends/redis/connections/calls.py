@@ -292,7 +292,7 @@ class Connections:
             raise ConfigurationError(message)
         raise BackendUnavailable(message)
 
-    async def _learn(self, node: Address, ranges: Sequence[Sequence[object]], share: float = SHORTEST) -> None:
+    async def _learn(self, node: Address, ranges: Sequence[Sequence[object]], share: float) -> None:
         slots: list[Address | None] = [None] * SLOTS
         known: dict[Address, None] = {}
         for first, last, *servers in cast("Sequence[tuple[int, int, *tuple[Sequence[object], ...]]]", ranges):
