@@ -93,7 +93,7 @@ def test_a_timeline_is_muted_shown_listed_and_unmuted(tmp_path: Path, command: C
     assert (code, error) == (1, "aiodigest: timeline 'bob' holds no records\n")
     for given in (["--until", "2030-01-31"], ["--for", "soon"], ["--for", "1h", "--until", "2999-01-31T09:00Z"]):
         code, _, error = command("mute", "ann", *given)
-        assert (code, error.count("\n")) == (2, 1), error
+        assert (code, error.count("\n"), "see aiodigest mute --help" in error) == (2, 1, True), error
     assert command("unmute", "ann")[:2] == (0, "ann is not muted any more\n")
     assert command("unmute", "ann")[0] == 1
     code, told, error = command("mute", "ann", "--until", "2020-01-31T09:00Z", "--json")

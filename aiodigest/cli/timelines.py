@@ -10,7 +10,7 @@ from typing import Annotated, TypeAlias, get_args
 
 import typer
 
-from aiodigest import JSON, DigestEngine, Explanation, InvalidArgument, InvalidState, State, Timeline
+from aiodigest import JSON, DigestEngine, Explanation, InvalidState, State, Timeline
 from aiodigest.cli.options import EMBEDDED, AsJson, Location, Namespace, Timeout, Url, collect, duration, parsed_option
 from aiodigest.cli.output import confirm, print_json, print_result, print_table, say
 from aiodigest.cli.rendering import count, readable_time, record_rows, shortened, view_json
@@ -216,7 +216,7 @@ def mute(
     What is added meanwhile waits, unless it is dropped.
     """
     if until is not None and length is not None:
-        raise InvalidArgument("give --until or --for, not both")
+        raise typer.BadParameter("give --until or --for, not both")
     end = until if length is None else timedelta(seconds=length)
 
     async def put(engine: DigestEngine) -> Timeline[JSON] | None:
