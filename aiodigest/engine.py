@@ -777,15 +777,15 @@ class DigestEngine(Generic[T]):
         delay_ms = None if delay is None else milliseconds(duration(delay, "delay"))
         by_policy = at_ms is None and delay_ms is None
         while True:
-            windows = await backend.operations.look_all(key)
-            cooling = await backend.operations.cooling(key) if by_policy and not windows else []
-            if not windows and not cooling:
+            found = await backend.operations.look_all(key)
+            cooling = await backend.operations.cooling(key) if by_policy and not found else []
+            if not found and not cooling:
                 raise InvalidState(f"timeline {key!r} holds no records: only a waiting timeline can be rescheduled")
             # a policy moves it from its iteration: one, except while resharding. None can be moved: the store says why
-            waiting = {each.iteration for each in windows if each.state == "waiting" and not each.digest_id}
+            waiting = {each.iteration for each in found if each.state == "waiting" and not each.digest_id}
             waiting.update(each.iteration for each in cooling)
             dues: list[int | None] = []
-            for iteration in sorted(waiting if by_policy else ()) or [windows[0].iteration]:
+            for iteration in sorted(waiting if by_policy else ()) or [found[0].iteration]:
                 gap_ms = policy.cool_ms(iteration) if iteration else 0
                 move = Move(policy.terms, at_ms, delay_ms, gap_ms, iteration, by_clock=self._policies.fixed is None)
                 dues.append(await backend.reschedule(key, move))
@@ -800,10 +800,10 @@ class DigestEngine(Generic[T]):
         Records of over ``bounds.digest`` in all are not decoded: the last ones come as they are stored.
         """
         backend = await self._timeline(key)
-        window = await backend.operations.look(key)
-        if window is None:
+        found = await backend.operations.look(key)
+        if found is None:
             return None
-        return self._view(window, await self._records(await backend.operations.entries(key)))
+        return self._view(found, await self._records(await backend.operations.entries(key)))
 
     async def explain(self, key: str, *, tz: str | ZoneInfo = "UTC") -> Explanation:
         """Return why a timeline is where it is, and until when: each reason with its instant, and all as a sentence.
@@ -844,9 +844,9 @@ class DigestEngine(Generic[T]):
         backend = await self._backend()
         for shard in _shards_of(backend):
             for each in states if state is None else (state,):
-                async for window in _paged(partial(backend.operations.page, shard, each)):
-                    if state is not None or window.state == each:  # else it is muted, and came before
-                        yield self._view(window)
+                async for found in _paged(partial(backend.operations.page, shard, each)):
+                    if state is not None or found.state == each:  # else it is muted, and came before
+                        yield self._view(found)
 
     async def stats(self) -> Stats:
         """Return timelines by state, dead letters, and counters of events."""
@@ -977,9 +977,9 @@ class DigestEngine(Generic[T]):
         contents = await read(entries, bounded(self.codec, self.bounds.digest))
         return (*contents.records, *contents.raw)
 
-    def _view(self, window: StoredTimeline, records: tuple[Record[T | bytes], ...] = ()) -> Timeline[T]:
-        key, state, due, logged, opened, attempt, iteration, dropped, cool, digest_id, error = window[:11]
-        mute, drops = window.mute_ms, window.drops
+    def _view(self, stored: StoredTimeline, records: tuple[Record[T | bytes], ...] = ()) -> Timeline[T]:
+        key, state, due, logged, opened, attempt, iteration, dropped, cool, digest_id, error = stored[:11]
+        mute, drops = stored.mute_ms, stored.drops
         at, size, until = nearest(due), logged + opened, nearest(cool) if cool else None
         named = digest_id or None, error or None
         muted = mute >= 0, nearest(mute) if mute > 0 else None, drops

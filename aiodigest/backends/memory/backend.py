@@ -50,7 +50,7 @@ from aiodigest.backends.memory.timelines import (
     Delivery,
     Held,
     Shard,
-    Silence,
+    StoredMute,
     earliest,
     merged_needs,
     only,
@@ -161,11 +161,11 @@ class ReferenceBackend(Backend, Operations):
             return answers
         with self._transition(shard, begins=True) as (machine, now):
             for add in adds:
-                key, terms, limits, silence = add.key, add.terms, add.terms.limits, machine.mutes.get(add.key)
-                if silence and silence.end_ms <= now:
-                    machine.unmute(key, silence.end_ms, limits, now)
-                    silence = None
-                if silence and silence.drops:
+                key, terms, limits, mute = add.key, add.terms, add.terms.limits, machine.mutes.get(add.key)
+                if mute and mute.end_ms <= now:
+                    machine.unmute(key, mute.end_ms, limits, now)
+                    mute = None
+                if mute and mute.drops:
                     machine.counts["muted"] += 1
                     answers.append(False)
                     continue
@@ -177,7 +177,7 @@ class ReferenceBackend(Backend, Operations):
                 held.log.append(stamp(add.entry, now - machine.shift_ms))
                 held.own = limits if add.own else None
                 held.touch(limits.ttl_ms, now)
-                if needs := f"{terms.needs} mute" if silence and not machine.placed(key) else terms.needs:
+                if needs := f"{terms.needs} mute" if mute and not machine.placed(key) else terms.needs:
                     held.needs = merged_needs(held.needs, needs)
                 if terms.max_bytes:
                     held.log_bytes, held.max_bytes = held.log_bytes + add.size, terms.max_bytes
@@ -249,7 +249,7 @@ class ReferenceBackend(Backend, Operations):
                     break
             ended = machine.ended(now)
             ends = [machine.recoverable_ms(end) for key, end in machine.leased.items() if doubtful or key not in ended]
-            looks = [silence.look_ms for silence in machine.mutes.values() if silence.look_ms < NEVER_MS]
+            looks = [mute.look_ms for mute in machine.mutes.values() if mute.look_ms < NEVER_MS]
             nexts = [*machine.waiting.values(), *looks, *ends]
             wait_ms = 0 if machine.ready else max(0, min(nexts) - now) if nexts else None
             barred = bool(ended) and not doubtful
@@ -324,7 +324,7 @@ class ReferenceBackend(Backend, Operations):
                 machine.remember(key, _delivered(close, delivery, lost), close.dedupe_ms, now)
                 parted = delivery.parted or close.counts
                 if close.mute:
-                    machine.mutes[key] = Silence(NEVER_MS, True, NEVER_MS)
+                    machine.mutes[key] = StoredMute(NEVER_MS, True, NEVER_MS)
                     held.need_mutes(bool(held.log or delivery.entries[close.taken :]))
                 if rest := delivery.entries[close.taken :]:
                     held.delivery = Delivery(
@@ -469,9 +469,9 @@ class ReferenceBackend(Backend, Operations):
     async def flush(self, key: str) -> bool:
         exists = False
         for machine, now in self._transitions(self.shard_map.shards_of(key)):
-            silence = machine.mutes.get(key)
-            if silence and silence.end_ms <= now:
-                machine.unmute(key, silence.end_ms, None, now)
+            mute = machine.mutes.get(key)
+            if mute and mute.end_ms <= now:
+                machine.unmute(key, mute.end_ms, None, now)
             if machine.placed(key) and not machine.is_muted(key, now):
                 exists = True
                 machine.flush(key, machine.held[key], now)
@@ -484,7 +484,7 @@ class ReferenceBackend(Backend, Operations):
                 end = NEVER_MS if mute.delay_ms is None else now + mute.delay_ms
                 end = end if mute.at_ms is None else mute.at_ms + machine.shift_ms
                 if end > now:
-                    machine.mute(key, Silence(end, mute.drop, end), limits, now)
+                    machine.mute(key, StoredMute(end, mute.drop, end), limits, now)
                 elif key in machine.mutes:
                     machine.unmute(key, now, limits, now)
                 is_muted = is_muted or end > now
@@ -627,7 +627,7 @@ class ReferenceBackend(Backend, Operations):
     async def page(self, shard: int, state: State, count: int, after: Bookmark | None = None) -> Page[StoredTimeline]:
         with self._lock:
             machine, server_ms = self.machines[shard], self._now()
-            looks = {key: silence.look_ms for key, silence in machine.mutes.items()}
+            looks = {key: mute.look_ms for key, mute in machine.mutes.items()}
             keys, end = page_of(looks if state == "muted" else machine.schedule[state], count, after)
             return Page([timeline for key in keys if (timeline := machine.look(key, server_ms))], end)
 

@@ -99,7 +99,7 @@ class Held:
 
 
 @dataclass
-class Silence:
+class StoredMute:
     """A mute: until when, whether what is added is dropped, and when a claim looks at it again."""
 
     end_ms: int  # NEVER_MS: without end
@@ -147,7 +147,7 @@ class Shard:
             "waiting": self.waiting, "ready": self.ready, "leased": self.leased
         }  # fmt: skip
         self.postponed: dict[str, int] = {}  # of those that wait, when they were due, which is theirs again when ready
-        self.mutes: dict[str, Silence] = {}
+        self.mutes: dict[str, StoredMute] = {}
         self.held: dict[str, Held] = {}
         self.seen: dict[str, dict[bytes, int]] = {}  # of each timeline, until when identities count as delivered
         self.seens: dict[str, int] = {}  # and until when the latest of them do
@@ -219,7 +219,7 @@ class Shard:
     @property
     def head_ms(self) -> float:
         """The due time of the next timeline, or the time to look at a mute; a ready one is due at once."""
-        looks = (silence.look_ms for silence in self.mutes.values() if silence.look_ms < NEVER_MS)
+        looks = (mute.look_ms for mute in self.mutes.values() if mute.look_ms < NEVER_MS)
         return -1.0 if self.ready else min((*self.waiting.values(), *looks), default=inf)
 
     def promote(self, times: dict[str, int], deadline: int) -> list[tuple[str, int]]:
@@ -259,16 +259,16 @@ class Shard:
 
     def look(self, key: str, server_ms: int) -> StoredTimeline | None:
         """Return what is stored of a timeline that holds records, its times by the server's clock."""
-        silence = self.mutes.get(key)
-        if (placed := self.placed(key) or (("muted", 0) if silence else None)) is None:
+        mute = self.mutes.get(key)
+        if (placed := self.placed(key) or (("muted", 0) if mute else None)) is None:
             return None
         held, (state, score), ahead = self.held.get(key, Held()), placed, self.now(server_ms) - server_ms
         delivery, until = held.delivery or Delivery(""), score - ahead if key in self.postponed else 0
         cool, last, opening = (time and time - ahead for time in (held.cool_ms, held.last_ms, held.opening_ms))
         due, mute_ms, drops = self.due_of(key, score), -1, False
-        if silence:
-            due = max(due, silence.end_ms) if state == "muted" else due
-            mute_ms, drops = silence.end_ms - ahead if silence.end_ms < NEVER_MS else 0, silence.drops
+        if mute:
+            due = max(due, mute.end_ms) if state == "muted" else due
+            mute_ms, drops = mute.end_ms - ahead if mute.end_ms < NEVER_MS else 0, mute.drops
         return StoredTimeline(
             key, state, due - ahead if due < NEVER_MS else due, len(held.log), len(delivery.entries),
             delivery.attempts + bool(delivery.token), held.iteration, held.dropped + delivery.dropped, cool,
@@ -278,10 +278,10 @@ class Shard:
 
     # Mutes
 
-    def mute(self, key: str, silence: Silence, limits: Limits, now: int) -> None:
+    def mute(self, key: str, mute: StoredMute, limits: Limits, now: int) -> None:
         """Keep a timeline out of the schedule from now on, unless it is under delivery."""
         held, placed = self.held.get(key), self.placed(key)
-        self.mutes[key] = silence
+        self.mutes[key] = mute
         if placed and held:
             state, due = placed
             if state in ("waiting", "ready"):
@@ -289,7 +289,7 @@ class Shard:
             held.need_mutes(True)
             self.touch_muted(key, held, limits, now)
         waits = placed and held and placed[0] != "leased"
-        silence.look_ms = min(silence.end_ms, held.end_ms) if waits and held else silence.end_ms
+        mute.look_ms = min(mute.end_ms, held.end_ms) if waits and held else mute.end_ms
 
     def touch_muted(self, key: str, held: Held, limits: Limits, now: int) -> None:
         """Renew the end of what waits under a mute: its ttl counts from the end of the mute, if that has one."""
@@ -317,20 +317,20 @@ class Shard:
     def look_at_mutes(self, limits: Limits, now: int) -> list[tuple[str, int]]:
         """Look at the mutes whose time has come; return the timelines whose records have ended, and their numbers."""
         expired: list[tuple[str, int]] = []
-        looks = {key: silence.look_ms for key, silence in self.mutes.items() if silence.look_ms <= now}
+        looks = {key: mute.look_ms for key, mute in self.mutes.items() if mute.look_ms <= now}
         for key, _ in earliest(looks)[:LOOKS]:
-            silence, placed, held = self.mutes[key], self.placed(key), self.held.get(key, Held())
-            if silence.end_ms <= now:
-                self.unmute(key, silence.end_ms, limits, now)
+            mute, placed, held = self.mutes[key], self.placed(key), self.held.get(key, Held())
+            if mute.end_ms <= now:
+                self.unmute(key, mute.end_ms, limits, now)
             elif held.empty or not placed or placed[0] != "muted":
-                silence.look_ms = silence.end_ms
+                mute.look_ms = mute.end_ms
             else:
                 self.touch_muted(key, held, limits, now)
                 if held.end_ms <= now:
                     expired.append((key, self.expire(key)))
-                    silence.look_ms = silence.end_ms
+                    mute.look_ms = mute.end_ms
                 else:
-                    silence.look_ms = min(silence.end_ms, held.end_ms)
+                    mute.look_ms = min(mute.end_ms, held.end_ms)
                     held.need_mutes(True)
         return expired
 

@@ -82,7 +82,7 @@ end
 -- which cannot be read.
 local function heed_mute(key, terms)
   -- Needs    state unmuting
-  local ends, drops = silence_of(key)
+  local ends, drops = mute_of(key)
   if not ends or ends > now then
     return ends, drops
   end

@@ -130,7 +130,7 @@ local function look_at_mutes()
     if scanned >= SLICE then
       return -- the next claim looks at the others, at once
     end
-    local ends, held, problem = silence_of(key) or now, load_all(key)
+    local ends, held, problem = mute_of(key) or now, load_all(key)
     local waits = held and held.logged + held.opened > 0 and not is_placed(key)
     if problem then
       call('ZADD', mutes, now + lease, key)
@@ -157,7 +157,7 @@ end
 -- Keep what was under delivery as its timeline was muted from going out again; return whether it is muted.
 local function is_kept_back(from, key, due)
   -- Needs    schedule mutes
-  local ends = silence_of(key)
+  local ends = mute_of(key)
   if ends and ends > now then
     call('ZREM', from, key)
     place(key, due)

@@ -15,7 +15,7 @@
 local key = ARGV[3]
 if has_mutes then
   -- Needs    unmuting
-  local ends = silence_of(key) or now
+  local ends = mute_of(key) or now
   local held = ends <= now and load_all(key)
   if held then
     unmute(held, ends, state_of(key) == 'muted', 0)

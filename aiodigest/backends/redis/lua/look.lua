@@ -37,7 +37,7 @@ end
 local function window(key, state, score)
   local put_aside = state == 'waiting' and tonumber(call('ZSCORE', postponed, key))
   local held, problem = load_all(key)
-  local ends, drops = silence_of(key)
+  local ends, drops = mute_of(key)
   if not held then -- what its meta tells is told all the same: `reschedule` begins with its iteration
     held = load(key) or thaw(key, {})
     held.error, held.dropped, held.open_dropped = problem, 0, 0
@@ -56,7 +56,7 @@ end
 if state == '' then
   local found, due = state_of(which)
   local held = not found and load(which)
-  if not found and silence_of(which) then
+  if not found and mute_of(which) then
     found, due = 'muted', 0
   end
   local cools = held and held.cool > now

@@ -23,7 +23,7 @@ local function mute(key, mode, value, drops)
     return problem
   end
   local state, due = state_of(key)
-  local were = silence_of(key)
+  local were = mute_of(key)
   local ends = mode == 'at' and value + shift or mode == 'delay' and now + value or NEVER_MS
   if were and only_new then
     return 0

@@ -35,7 +35,7 @@ if held.logged + held.opened == 0 then
 end
 if has_mutes then -- `maintenance` has made it ready
   -- Needs   mutes
-  local ends = silence_of(key)
+  local ends = mute_of(key)
   if ends and ends > now then
     return false
   end

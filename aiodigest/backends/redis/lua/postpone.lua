@@ -32,7 +32,7 @@ local function postpone(key, token, digest_id, due, delay)
   local is_muted = false
   if has_mutes then
     -- Needs   mutes
-    is_muted = (silence_of(key) or 0) > now
+    is_muted = (mute_of(key) or 0) > now
   end
   if not place(key, delay > 0 and not is_muted and now + delay or math.min(due, now)) and not is_muted then
     call('ZADD', postponed, due, key)

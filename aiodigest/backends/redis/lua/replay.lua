@@ -54,7 +54,7 @@ local is_ready, settled = false, call('ZSCORE', ready, key) or call('ZSCORE', po
 local is_muted = false
 if has_mutes then
   -- Needs   mutes
-  is_muted = (silence_of(key) or 0) > now
+  is_muted = (mute_of(key) or 0) > now
   settled = settled or not due and held.due > 0 -- nothing pushes what waits under a mute
 end
 push_front(logs .. key, buried)

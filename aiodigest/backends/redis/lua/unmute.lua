@@ -16,7 +16,7 @@
 -- Needs     guard clock tick state unmuting
 
 local key, limits, said, only_idle = ARGV[3], parse_limits(ARGV[4]), ARGV[5], ARGV[6] == '1'
-local ends, drops = silence_of(key)
+local ends, drops = mute_of(key)
 if not ends then
   return 0
 end

@@ -6,7 +6,7 @@
 -- has become ready.
 local function flush(key)
   local state, due = state_of(key)
-  if state == 'muted' or (silence_of(key) or 0) > now then
+  if state == 'muted' or (mute_of(key) or 0) > now then
     return nil, false
   end
   if state and type(try('HGET', metas .. key, 'end')) == 'string' then -- else it is broken, and the claim will say so

@@ -8,7 +8,7 @@
 local silences, mutes = tag .. 'silences', tag .. 'mutes'
 
 -- Return until when a timeline is muted (NEVER_MS: without end), and whether what is added is dropped; nil if it is not.
-local function silence_of(key)
+local function mute_of(key)
   local said = has_mutes and call('HGET', silences, key)
   if said then
     local ends, drops = string.match(said, '^(%d+) (%d)$')

@@ -34,7 +34,7 @@ local function place(key, due, waits)
   before = before or head()
   if has_mutes then
     -- Needs    mutes
-    local ends = silence_of(key)
+    local ends = mute_of(key)
     if ends and ends > now then
       call('HSET', metas .. key, 'due', due)
       call('ZADD', mutes, now, key)
