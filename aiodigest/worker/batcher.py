@@ -106,13 +106,13 @@ class Queue(Generic[Item, Answer]):
 
     def __init__(self) -> None:
         self.waiting: deque[Job[Item, Answer]] = deque()
-        self.flight: list[Job[Item, Answer]] = []
+        self.under_way: list[Job[Item, Answer]] = []
         self.filled = asyncio.Event()
         self.lines: set[object] = set()  # those of all items that wait or are under way, and maybe some more
 
-    def land(self) -> None:
+    def answered(self) -> None:
         """Note that a call has ended."""
-        self.flight = []
+        self.under_way = []
         if not self.waiting:
             self.lines.clear()
         elif len(self.lines) > 2 * len(self.waiting):  # which is not looked through more often than it is filled
@@ -170,7 +170,7 @@ class Batcher(Generic[Item, Answer]):
         That is a future if there is room: a coroutine around it would take as long as all else, for every add.
         """
         if not self._is_open:
-            return asyncio.ensure_future(self._squeeze(item, size, line, since))  # a task: adds of `sync` have none
+            return asyncio.ensure_future(self._put_later(item, size, line, since))  # a task: adds of `sync` have none
         queue, other = self._turn
         if line in other.lines:
             queue = other
@@ -200,10 +200,10 @@ class Batcher(Generic[Item, Answer]):
     def _choose(self, queue: Queue[Item, Answer]) -> None:
         """Choose this queue for the next few items, which then go together, or the other if that has less to send."""
         other = self._queues[-1] if queue is self._queues[0] else self._queues[0]
-        has, other_has = len(queue.waiting) + len(queue.flight), len(other.waiting) + len(other.flight)
+        has, other_has = len(queue.waiting) + len(queue.under_way), len(other.waiting) + len(other.under_way)
         self._turn = (queue, other) if has <= other_has else (other, queue)
 
-    async def _squeeze(self, item: Item, size: int, line: object, since: float) -> Answer:
+    async def _put_later(self, item: Item, size: int, line: object, since: float) -> Answer:
         """Wait for room, queue an item and return its answer."""
         deadline = since + self._timeout
         try:
@@ -228,22 +228,22 @@ class Batcher(Generic[Item, Answer]):
             self._end()
             self._timer.cancel()
             for queue in self._queues:
-                self._fail(queue.flight, "the engine was left before the answer came", "unknown")
+                self._fail(queue.under_way, "the engine was left before the answer came", "unknown")
                 self._fail(queue.waiting, LEFT, "no")
 
     async def _serve(self, queue: Queue[Item, Answer]) -> None:
         while True:
             await queue.filled.wait()
-            queue.flight = self._take(queue)
+            queue.under_way = self._take(queue)
             self._choose(queue)
-            if queue.flight:
-                await self._send_batch(queue.flight)
-                queue.land()
+            if queue.under_way:
+                await self._send_batch(queue.under_way)
+                queue.answered()
                 self._choose(queue)
                 await asyncio.sleep(0)  # who was answered may have more for the next call
 
     async def finish(self) -> None:
-        """Refuse new items, and return when nothing is queued or in flight."""
+        """Refuse new items, and return when nothing is queued or under way."""
         self._end()
         while pending := self.unanswered:
             await asyncio.wait(pending)
@@ -254,7 +254,7 @@ class Batcher(Generic[Item, Answer]):
 
     @property
     def unanswered(self) -> list[Job[Item, Answer]]:
-        return [job for queue in self._queues for job in (*queue.flight, *queue.waiting) if not job.done()]
+        return [job for queue in self._queues for job in (*queue.under_way, *queue.waiting) if not job.done()]
 
     def _take(self, queue: Queue[Item, Answer]) -> list[Job[Item, Answer]]:
         waiting = queue.waiting
@@ -298,7 +298,7 @@ class Batcher(Generic[Item, Answer]):
         now = self._loop.time()
         late = f"no answer within {self._timeout:g} s"
         for queue in self._queues:
-            self._fail([job for job in queue.flight if job.deadline <= now], late, "unknown")
+            self._fail([job for job in queue.under_way if job.deadline <= now], late, "unknown")
             self._fail([job for job in queue.waiting if job.deadline <= now], late, "no")
         if unanswered := self.unanswered:
             self._timer.set(max(min(job.deadline for job in unanswered), now + GRAIN))
