@@ -3,7 +3,7 @@ from __future__ import annotations
 import enum
 import math
 import tracemalloc
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass
@@ -380,6 +380,21 @@ def test_a_value_that_would_come_back_as_another_or_not_at_all_is_refused(
 ) -> None:
     with pytest.raises(CodecError, match=reason):
         JSONCodec(value_type).encode(value)
+
+
+@pytest.mark.parametrize(
+    ("value_type", "value", "expected"),
+    [
+        (JSON, Word.YES, "yes"),
+        (str, Word.YES, "yes"),
+        (dict[str, int], OrderedDict(a=1), {"a": 1}),
+        (float, 1, 1.0),
+    ],
+)
+def test_what_stands_for_another_type_comes_back_as_that(value_type: Any, value: object, expected: object) -> None:
+    codec = JSONCodec(value_type)
+    back = codec.decode(codec.encode(value))
+    assert (back, type(back)) == (expected, type(expected))
 
 
 class Secretive(BaseModel):
