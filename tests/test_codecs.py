@@ -387,7 +387,7 @@ def test_a_value_that_would_come_back_as_another_or_not_at_all_is_refused(
     [
         (JSON, Word.YES, "yes"),
         (str, Word.YES, "yes"),
-        (dict[str, int], OrderedDict(a=1), {"a": 1}),
+        (dict[str, int], OrderedDict[str, int](a=1), {"a": 1}),
         (float, 1, 1.0),
     ],
 )
