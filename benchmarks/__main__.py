@@ -40,6 +40,7 @@ ONCE: Mapping[str, Compare] = {
     "digest-time": costs.time_of_digests,
     "hot": costs.time_of_one,
     "memory": costs.memory,
+    "model": delivering.of_a_model,
     "callback": waiting.to_callback,
     "lateness": waiting.lateness,
     "worker-memory": backlog.memory_of_worker,
@@ -60,7 +61,7 @@ TABLES: Mapping[str, Sequence[str]] = {
     "bench": ("adding", "before", "delivering", "time", "hot", "memory", "callback", "lateness", "idle", "import"),
     "bench-more": (
         "adding-uvloop", "delivering-uvloop", "sync", "telemetry", "worker-memory", "large", "due", "size", "producers",
-        "one", "aside", "digest-time",
+        "one", "aside", "digest-time", "model",
     ),
 }  # fmt: skip
 BEFORE = "c01ff09"  # the last commit whose adds to one timeline were appended one by one

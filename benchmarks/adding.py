@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from statistics import median
 
@@ -10,14 +11,18 @@ from aiodigest import Entry
 from benchmarks.baselines import TIMELINES, VALUE, engine, key_of, naive, push, spread
 from benchmarks.peers.environments import Peer
 from benchmarks.report import Row
-from benchmarks.setting import Setting, in_turn, timed
+from benchmarks.setting import Setting, clocked, in_turn
 
 MANY = 1_000
+# What an add may compute in the process that adds, in us. Nothing else runs in it meanwhile: the server and the peers
+# have processes of their own.
+CPU_BOUNDS = {"ours": 11.0, "many": 4.0}
 
 
 async def compare(setting: Setting) -> AsyncGenerator[Row, None]:
     await setting.flush()
     count, few, jobs = setting.some(20_000, 400), setting.some(2_000, 50), setting.some(2_000, 100)
+    cpu = defaultdict[str, list[float]](list)
     async with engine(setting.url) as ours, naive(setting.url) as scripts, setting.client() as client:
         ready = [scripts.packed(key_of(number), VALUE) for number in range(few)]
 
@@ -29,10 +34,12 @@ async def compare(setting: Setting) -> AsyncGenerator[Row, None]:
             for arguments in ready:
                 await scripts.send(arguments)
 
-        async def fresh(work: Callable[[], Awaitable[object]]) -> float:
+        async def fresh(name: str, work: Callable[[], Awaitable[object]]) -> float:
             await setting.flush()  # or what is held would come to its capacity
             await scripts.begin()
-            return await timed(work)
+            seconds, computed = await clocked(work)
+            cpu[name].append(computed * 1e6)
+            return seconds
 
         async def enqueue(peer: Peer, what: str = "enqueue") -> float:
             await setting.flush()
@@ -51,12 +58,12 @@ async def compare(setting: Setting) -> AsyncGenerator[Row, None]:
                 for peer in setting.found
                 if peer.batches
             },
-            ours=partial(fresh, lambda: spread(ours.add, count, 200)),
-            naive=partial(fresh, lambda: spread(scripts.add, jobs, 200)),
-            push=partial(fresh, lambda: push(client, count)),
-            many=partial(fresh, many),
-            alone=partial(fresh, lambda: spread(ours.add, few, 1)),
-            bare=partial(fresh, bare),
+            ours=partial(fresh, "ours", lambda: spread(ours.add, count, 200)),
+            naive=partial(fresh, "naive", lambda: spread(scripts.add, jobs, 200)),
+            push=partial(fresh, "push", lambda: push(client, count)),
+            many=partial(fresh, "many", many),
+            alone=partial(fresh, "alone", lambda: spread(ours.add, few, 1)),
+            bare=partial(fresh, "bare", bare),
         )
     names = [peer.name for peer in setting.found]
     batches = [name for name in took if ", " in name]
@@ -79,3 +86,13 @@ async def compare(setting: Setting) -> AsyncGenerator[Row, None]:
     yield row("add_many of 1,000", "many", "RPUSH in pipelines of 100", "push", 1.0)
     for name in batches:
         yield row("add_many of 1,000", "many", f"{name} of 1,000", name, None)
+    for each in cpu_rows(cpu, counts | {"ours": count}, setting.loop):
+        yield each
+
+
+def cpu_rows(computed: Mapping[str, Sequence[float]], counts: Mapping[str, int], loop: str) -> Iterable[Row]:
+    """What an add computes in the client; the bounds are for asyncio's own loop."""
+    for name, what in (("ours", "an add, from 200 tasks"), ("many", "an entry of add_many of 1,000")):
+        each = [microseconds / counts[name] for microseconds in computed[name]]
+        bound = CPU_BOUNDS[name] if loop == "asyncio" else None
+        yield Row(f"CPU of the client, {what}", "", "us", each, bound=bound, loop=loop)

@@ -12,17 +12,19 @@ from aiodigest import JSON, DigestEngine, Entry, Policy
 from aiodigest.backend import DIGEST_BYTES, Close
 from aiodigest.backends.redis.scripts import load_script, pack_close, pack_limits, unpack_lease
 from benchmarks.baselines import ONE_SHARD, VALUE
+from benchmarks.event import EVENT
 from benchmarks.peers.environments import Peer
 from benchmarks.report import Row
 from benchmarks.setting import Setting, in_turn
 from benchmarks.worker import deliver_apart
 
 RECORDS = 10  # a digest
+CPU_BOUND = 60.0  # us of the worker a digest: nothing else runs in its process
 AT_ONCE = 10  # digests a call of the limit
 LEASE = 60_000
 
 
-async def fill(url: str, namespace: str, timelines: int, records: int = RECORDS, value: str = VALUE) -> None:
+async def fill(url: str, namespace: str, timelines: int, records: int = RECORDS, value: JSON = VALUE) -> None:
     """Make timelines ready, with so many records each."""
     async with DigestEngine[JSON](url, namespace=namespace, timeout=60) as engine:
         for _ in range(records):
@@ -51,12 +53,14 @@ async def directly(client: Any, namespace: str, timelines: int) -> float:
 
 
 async def compare(setting: Setting) -> AsyncGenerator[Row, None]:
-    timelines, count = setting.some(3_000, 200), setting.some(1_000, 100)
+    timelines, count, cpu = setting.some(3_000, 200), setting.some(1_000, 100), list[float]()
 
     async def ours(failing: float = 0.0) -> float:
         await setting.flush()
         await fill(setting.url, "deliver", timelines)
         seen = await deliver_apart(setting.url, "deliver", timelines, failing=failing, loop=setting.loop)
+        if not failing:
+            cpu.append(seen.cpu_us)
         return seen.rate
 
     async def limit() -> float:
@@ -92,5 +96,26 @@ async def compare(setting: Setting) -> AsyncGenerator[Row, None]:
         if best:
             yield Row("records of these", f"{name}, jobs/s", "records/s", records, rates[name], 55, least=True)
     yield row("digests of 10 records", "claim and close scripts, ten a call", "limit", 0.6)
+    bounded = CPU_BOUND if setting.loop == "asyncio" else None
+    yield Row("CPU of the worker, a digest of 10 records", "", "us", cpu, bound=bounded, loop=setting.loop)
     what = "digests, 1 % of callbacks failing"
     yield Row(what, "none failing", "digests/s", rates["failing"], rates["ours"], 0.8, least=True, loop=setting.loop)
+
+
+async def of_a_model(setting: Setting) -> AsyncGenerator[Row, None]:
+    """Digests whose values are made a pydantic model, beside the same ones as any JSON."""
+    timelines = setting.some(3_000, 200)
+    cpu: dict[str, list[float]] = {"model": [], "json": []}
+
+    async def rate(values: str) -> float:
+        await setting.flush()
+        await fill(setting.url, "deliver", timelines, value=EVENT)
+        seen = await deliver_apart(setting.url, "deliver", timelines, values=values)
+        cpu[values].append(seen.cpu_us)
+        return seen.rate
+
+    rates = await in_turn(setting.rounds, model=partial(rate, "model"), json=partial(rate, "json"))
+    beside = "the same values as JSON"
+    what = "digests of 10 records, each a pydantic model"
+    yield Row(what, beside, "digests/s", rates["model"], rates["json"])
+    yield Row(f"CPU of the worker, {what}", beside, "us", cpu["model"], cpu["json"])

@@ -22,7 +22,7 @@ NOISE = 50.0  # ms
 
 
 def seen(early: float = 50.0, peak: float = 50.0) -> Seen:
-    return Seen(1, 1, 1, early, peak, 1, 1, 1, 1, 1, 1)
+    return Seen(1, 1, 1, 1, early, peak, 1, 1, 1, 1, 1, 1)
 
 
 def usual(**times: list[float]) -> dict[str, float]:
