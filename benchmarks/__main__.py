@@ -38,6 +38,7 @@ ONCE: Mapping[str, Compare] = {
     "before": before.compare,
     "time": costs.time_of_adds,
     "digest-time": costs.time_of_digests,
+    "timelines": costs.time_by_timelines,
     "hot": costs.time_of_one,
     "memory": costs.memory,
     "model": delivering.of_a_model,
@@ -61,7 +62,7 @@ TABLES: Mapping[str, Sequence[str]] = {
     "bench": ("adding", "before", "delivering", "time", "hot", "memory", "callback", "lateness", "idle", "import"),
     "bench-more": (
         "adding-uvloop", "delivering-uvloop", "sync", "telemetry", "worker-memory", "large", "due", "size", "producers",
-        "one", "aside", "digest-time", "model",
+        "one", "aside", "digest-time", "timelines", "model",
     ),
 }  # fmt: skip
 BEFORE = "c01ff09"  # the last commit whose adds to one timeline were appended one by one

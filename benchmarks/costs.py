@@ -20,6 +20,7 @@ from benchmarks.setting import Setting, in_turn
 SIDE = 1_000  # timelines of a small namespace
 LATER = Policy(initial_delay=1_000)
 SCRIPT = "a script like those of 2017"
+BYTES = len(VALUE) + 2  # of a record's value, as JSON
 A_CALL = range(200)
 
 
@@ -66,9 +67,9 @@ async def time_of_adds(setting: Setting) -> AsyncGenerator[Row, None]:
         old_waiting=partial(theirs, True),
     )
     for state, bound in (("ready", 0.3), ("waiting", 0.4)):
-        beside, old = "the layout of 2017", took[f"old_{state}"]
-        yield Row(f"server time an add, batched, {state} timelines", beside, "us", took[state], old, bound)
-        yield Row(f"server time an add, a call each, {state} timelines", beside, "us", took[f"alone_{state}"], old)
+        old = took[f"old_{state}"]
+        yield Row(f"server time an add, batched, {state} timelines", SCRIPT, "us", took[state], old, bound)
+        yield Row(f"server time an add, a call each, {state} timelines", SCRIPT, "us", took[f"alone_{state}"], old)
     async for row in beside_bare(setting):
         yield row
 
@@ -138,9 +139,10 @@ async def memory(setting: Setting) -> AsyncGenerator[Row, None]:
             return await of(layout.add, client)
 
     took = await in_turn(min(setting.rounds, 3), ours=ours, theirs=theirs)  # it is the same each time
-    yield Row(
-        "server memory a record of 200 B, 20 a timeline", "the layout of 2017", "B", took["ours"], took["theirs"], 0.72
-    )
+    what = f"server memory a record of {BYTES} B, {records} a timeline"
+    yield Row(what, SCRIPT, "B", took["ours"], took["theirs"], 0.72)
+    beyond = [bytes_ - BYTES for bytes_ in took["ours"]]
+    yield Row(f"server memory beyond the {BYTES} B of a record, {records} a timeline", "", "B", beyond, bound=40)
 
 
 async def at_any_size(setting: Setting) -> AsyncGenerator[Row, None]:
@@ -196,8 +198,31 @@ def to_one(add: Adder) -> Adder:
     return lambda _, value: add(f"one-{next(numbers) // (SIDE - 200)}", value)
 
 
+async def time_by_timelines(setting: Setting) -> AsyncGenerator[Row, None]:
+    """What an add takes of the server in calls of 200 that go to few timelines, and to many."""
+    calls = setting.some(30, 2)
+
+    async def least(timelines: int) -> float:
+        await setting.flush()
+        async with naive(setting.url) as scripts:
+
+            async def one_call(number: int) -> None:
+                first = number * len(A_CALL)
+                adds = [scripts.record(f"user:{(first + index) % timelines}", VALUE) for index in A_CALL]
+                await scripts.send(pack_adds(adds, A_CALL)[0])
+
+            for number in range(-(-timelines // len(A_CALL))):  # all are ready then
+                await one_call(number)
+            return min([await spent(scripts.client, partial(one_call, n), len(A_CALL)) for n in range(calls)])
+
+    took = await in_turn(setting.rounds, **{str(number): partial(least, number) for number in (10, 100, 1_000, 2_000)})
+    for number in (10, 100, 2_000):
+        what = f"server time an add, 200 a call to {number:,} ready timelines"
+        yield Row(what, "to 1,000", "us", took[str(number)], took["1000"])
+
+
 async def time_of_one(setting: Setting) -> AsyncGenerator[Row, None]:
-    """What an add takes of the server if all go to one timeline, and how fast the layout of 2017 can be."""
+    """What an add takes of the server if all go to one timeline, and how fast such a layout as that of 2017 can be."""
     goes, few = setting.some(6, 2), setting.some(400, 200)
 
     async def least(client: Any, add: Adder, tasks: int) -> float:
@@ -230,7 +255,9 @@ async def time_of_one(setting: Setting) -> AsyncGenerator[Row, None]:
     yield Row(
         "server time an add, ready timelines, the least of its goes", SCRIPT, "us", took["ready"], took["old"], 0.28
     )
-    yield Row("server time an add, ready timelines, the least of its goes", lean, "us", took["ready"], took["lean"])
+    yield Row(
+        "server time an add, ready timelines, the least of its goes", lean, "us", took["ready"], took["lean"], 0.5
+    )
 
 
 async def time_of_digests(setting: Setting) -> AsyncGenerator[Row, None]:

@@ -140,7 +140,7 @@ def test_five_lines_tell_what_to_remember_of_a_run() -> None:
         Row("lateness of 1,000 timelines, 100 due a second, on disk: median", "", "ms", [1.8], bound=2),
         Row("lateness of 1,000 timelines, 100 due a second, on disk: p99", "", "ms", [3.7], bound=4),
         Row("commands of an idle worker", "(3 EVALSHA)", "a minute", [6.0], bound=6),
-        Row("server memory a record of 200 B, 20 a timeline", "the layout of 2017", "B", [260.0], [410.0], 0.72),
+        Row("server memory a record of 200 B, 20 a timeline", "a script like those of 2017", "B", [260.0], [410.0], 0.72),
     ]
     assert Report({}, rows).summary() == [
         "An add, one of many at once, costs 1/12 of a job's enqueue (saq).",
