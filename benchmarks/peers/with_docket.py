@@ -39,6 +39,7 @@ async def main() -> None:
     async def enqueue_many(count: int) -> None:
         await docket.add_many(docket.call(work)(VALUE) for _ in range(count))
 
+    # arguments go by cloudpickle: it has no other serializer to choose
     # each task has a connection of its own, for callers cannot wait for one; nothing of a job is kept once it has ended
     url = f"{asked.url}?max_connections={TASKS + MORE}"
     async with Docket(name=uuid4().hex, url=url, execution_ttl=at_once) as docket:

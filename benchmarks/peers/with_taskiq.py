@@ -8,15 +8,19 @@ from uuid import uuid4
 
 from measure import CONCURRENCY, CONNECTIONS, FILLERS, VALUE, Jobs, arguments, measure_enqueue, share, tell_versions
 from taskiq.receiver import Receiver
+from taskiq.serializers import ORJSONSerializer
 from taskiq_redis import ListQueueBroker
 
 
 async def main() -> None:
     asked = arguments()
     if asked.what == "versions":
-        return tell_versions("taskiq", "taskiq-redis", "redis", "hiredis")
+        return tell_versions("taskiq", "taskiq-redis", "redis", "hiredis", "orjson")
     jobs = Jobs(asked.count)
-    broker = ListQueueBroker(asked.url, queue_name=uuid4().hex, max_connection_pool_size=CONNECTIONS, timeout=None)
+    # of json, orjson, msgpack and pickle the serializer that takes the least CPU
+    broker = ListQueueBroker(
+        asked.url, queue_name=uuid4().hex, max_connection_pool_size=CONNECTIONS, timeout=None
+    ).with_serializer(ORJSONSerializer())
     broker.is_worker_process = asked.what == "jobs"
 
     @broker.task(task_name="work")
