@@ -84,11 +84,12 @@ chaos: $(VENV)/.dev
 soak: $(VENV)/.dev
 	@$(BIN)/python tests/soak.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ONLY),--only $(ONLY))
 
-# less than ten minutes on a quiet machine; RECORD=1 writes its table into docs/performance.md; ONLY="adding import" some
-# comparisons, of all that there are; ROUNDS=3 less often; BEFORE=c01ff09: the commit that is compared with
+# less than ten minutes on a quiet machine; RECORD=1 writes its table into docs/performance.md; ONLY="adding costs" some
+# comparisons, of all that there are, or those of a module of benchmarks/; ROUNDS=3 less often; BEFORE=c01ff09: the commit
+# that is compared with; FRESH=1 makes the peers' environments anew
 bench: $(VENV)/.dev
-	@$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) --rounds $(or $(ROUNDS),$(if $(ONLY),5,10)) \
-		$(if $(BEFORE),--before $(BEFORE)) $(if $(RECORD),--record)
+	@$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
+		$(if $(BEFORE),--before $(BEFORE)) $(if $(FRESH),--fresh) $(if $(RECORD),--record)
 
 # what make bench leaves out: uvloop, instruments, threads, large backlogs; some fifteen minutes
 bench-more: $(VENV)/.dev

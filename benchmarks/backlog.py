@@ -101,11 +101,11 @@ def rows(what: str, rounds: Sequence[Round]) -> list[Row]:
             f"{what}: longest script", f"({of_scripts})", "ms", [each.longest_script for each in rounds],
             bound=SCRIPT_MS,
         ),
-        Row("the same of a script that counts for 1 ms", "", "ms", [each.nothing for each in rounds]),
+        Row("control: the longest run of a script that counts for 1 ms", "", "ms", [each.nothing for each in rounds]),
         Row(f"{what}: longest stall of the worker's loop, computing", "", "ms", computing, bound=STALL_MS),
         Row(f"{what}: the same, with what others took of the core", "", "ms", [each.wall_ms for each in seen]),
         Row(
-            "the same of a program that only computes for 1 ms, again and again", "", "ms",
+            "control: the longest run of a program that only computes for 1 ms, again and again", "", "ms",
             [each.bare_ms for each in seen],
         ),
         Row(f"{what}: records", "", "records/s", [each.rate * each.records / each.digests for each in seen]),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
 Samples = Sequence[float]
+ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,10 @@ def figure(value: float) -> str:
     return f"{value:.3g}"
 
 
+def of_loop(row: Row) -> str:
+    return "" if row.loop == "asyncio" else f", {row.loop}"
+
+
 def astray(what: str, difference: int) -> Row:
     """How many records too few or too many came, of which there may be none."""
     return Row(f"{what}: records too few or too many", "", "", [abs(difference)], bound=0, must=True)
@@ -102,7 +110,9 @@ def best(rows: Sequence[Row], what: str, unit: str = "", beside: str = "") -> Ro
 
 def of_adds(rows: Sequence[Row]) -> str:
     row = best(rows, "add from 200 tasks", beside=", enqueue")
-    return f"An add, one of many at once, costs 1/{figure(row.value)} of a job's enqueue ({row.rival})." if row else ""
+    if row is None:
+        return ""
+    return f"Of many adds at once {figure(row.value)} are done in the time of one job's enqueue ({row.rival})."
 
 
 def of_server(rows: Sequence[Row]) -> str:
@@ -118,8 +128,8 @@ def of_digests(rows: Sequence[Row]) -> str:
     if row is None or records is None:
         return ""
     return (
-        f"A digest of ten records costs 1/{figure(row.value)} of a job ({row.rival}), a record of it "
-        f"1/{figure(records.value)} ({records.rival})."
+        f"In the time of one job {figure(row.value)} digests of ten records are delivered ({row.rival}), or "
+        f"{figure(records.value)} records of these ({records.rival})."
     )
 
 
@@ -139,7 +149,7 @@ def of_lateness(rows: Sequence[Row]) -> str:
 def of_rest(rows: Sequence[Row]) -> str:
     idle, memory = best(rows, "commands of an idle worker"), best(rows, "server memory a record of 200 B")
     told = [f"a worker with nothing to do sends {figure(idle.value)} commands a minute"] if idle else []
-    told += [f"a record of 200 bytes takes {figure(median(memory.ours))} of its server"] if memory else []
+    told += [f"a record of 200 bytes takes {figure(median(memory.ours))} B of its server"] if memory else []
     text = "; ".join(told)
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
@@ -172,6 +182,15 @@ class Report:
         lines = [f"{name}: {value}" for name, value in self.facts.items()]
         return "\n".join([*lines, "", *self.table()]) + "\n"
 
+    def missed(self) -> list[str]:
+        """The figures that are not as wanted, on one line if there are any."""
+        told = [
+            f"{row.what}{f', beside {row.beside}' if row.theirs is not None else ''}{of_loop(row)}: "
+            f"{figure(row.value)}, wanted {row.wanted}"
+            for row in self.rows if row.met is False
+        ]  # fmt: skip
+        return [f"Wanted and missed: {'; '.join(told)}."] if told else []
+
     def summary(self) -> list[str]:
         """What a person remembers of a run: at most five lines, of what was measured in it."""
         return [line for tell in SUMMARY if (line := tell(self.rows))]
@@ -179,7 +198,8 @@ class Report:
     def recorded(self) -> str:
         """What a page shows of a run: what it ran on, in short, and its table."""
         facts = [f"* {name}: {value}" for name, value in self.facts.items()]
-        return "\n".join([*facts, "", *(f"* {line}" for line in self.summary()), "", *self.table()])
+        told = [f"* {line}" for line in (*self.summary(), *self.missed())]
+        return "\n".join([*facts, "", *told, "", *self.table()])
 
     def write(self, data: Path, table: Path) -> None:
         """As JSON, and as Markdown."""
@@ -190,10 +210,23 @@ class Report:
         table.write_text(self.markdown(), encoding="utf-8")
 
 
-def machine() -> dict[str, str]:
-    """What this machine is, as far as it changes a figure."""
-    import os
+def commit() -> str:
+    """The commit that is measured, and whether the code has changed since."""
+    try:
+        head, changed = (
+            subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+            for words in (
+                ("rev-parse", "--short=10", "HEAD"),
+                ("status", "--porcelain", "--", "aiodigest", "benchmarks"),
+            )
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown: a copy of the project without its git history"
+    return f"{head}{', with changes that are not committed' if changed else ''}"
 
+
+def machine() -> dict[str, str]:
+    """What is measured, when, and on what machine, as far as it changes a figure."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -201,6 +234,8 @@ def machine() -> dict[str, str]:
         model = names[0] if names else model
     packages = ", ".join(f"{name} {version(name)}" for name in ("aiodigest", "redis", "hiredis", "pydantic", "uvloop"))
     return {
+        "date": f"{date.today():%Y-%m-%d}",
+        "commit": commit(),
         "machine": f"{os.cpu_count()} cores, {model}, {platform.system()} {platform.release()}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "packages": packages,

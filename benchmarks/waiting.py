@@ -95,7 +95,14 @@ async def to_callback(setting: Setting) -> AsyncGenerator[Row, None]:
 
         times = await in_turn(min(setting.rounds, 3), here=partial(took, False), there=partial(took, True), ping=ping)
     yield Row("add on an idle timeline to its callback", "a PING", "ms", times["here"], times["ping"], bound=4)
-    yield Row("the same, from another process", "a PING", "ms", times["there"], times["ping"], bound=8)
+    yield Row(
+        "add in another process on an idle timeline to its callback",
+        "a PING",
+        "ms",
+        times["there"],
+        times["ping"],
+        bound=8,
+    )
 
 
 async def lateness(setting: Setting) -> AsyncGenerator[Row, None]:
@@ -107,7 +114,7 @@ async def lateness(setting: Setting) -> AsyncGenerator[Row, None]:
         async with client:
             bare = await lateness_of_a_timer(client, timelines)
     what = f"lateness of {timelines:,} timelines, {A_SECOND} due a second, on disk"
-    control = "the same of a timer that wakes up, and of one SET that it sends"
+    control = "control: a timer that wakes up and sends one SET, on disk"
     for name, values, bounds in ((what, late, (2, 4)), (control, bare, (None, None))):
         yield Row(f"{name}: median", "", "ms", [median(values)], bound=bounds[0])
         yield Row(f"{name}: p99", "", "ms", [quantiles(values, n=100)[98]], bound=bounds[1])
