@@ -183,13 +183,12 @@ class Report:
         return "\n".join([*lines, "", *self.table()]) + "\n"
 
     def missed(self) -> list[str]:
-        """The figures that are not as wanted, on one line if there are any."""
-        told = [
-            f"{row.what}{f', beside {row.beside}' if row.theirs is not None else ''}{of_loop(row)}: "
+        """The figures that are not as wanted, a line each."""
+        return [
+            f"Missed: {row.what}{f', beside {row.beside}' if row.theirs is not None else ''}{of_loop(row)}: "
             f"{figure(row.value)}, wanted {row.wanted}"
             for row in self.rows if row.met is False
         ]  # fmt: skip
-        return [f"Wanted and missed: {'; '.join(told)}."] if told else []
 
     def summary(self) -> list[str]:
         """What a person remembers of a run: at most five lines, of what was measured in it."""
