@@ -25,7 +25,7 @@ async def main() -> None:
     if asked.what == "versions":
         return tell_versions("streaq", "coredis")
     jobs = Jobs(asked.count)
-    # serializers: orjson, msgspec and the newest protocol of pickle were no faster than its default, pickle
+    # serializers: orjson, msgspec and the newest protocol of pickle brought nothing that counts beside its pickle
     worker = Worker(asked.url, concurrency=CONCURRENCY, queue_name=uuid4().hex, handle_signals=False)
 
     @worker.task(ttl=0, silent=True)  # no result is kept, nothing is logged
