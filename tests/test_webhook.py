@@ -495,6 +495,28 @@ async def test_an_answer_whose_contents_do_not_come_counts_by_its_status(clock: 
         await sending
 
 
+async def test_contents_that_do_not_come_take_no_more_than_what_is_left_of_the_time(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, is_answered, beginning = asyncio.get_running_loop().time(), asyncio.Event(), _http.Client._beginning
+
+    async def late(client: _http.Client, *of: Any) -> bytes:
+        clock.ahead += 0.9e6
+        is_answered.set()
+        return await beginning(client, *of)
+
+    monkeypatch.setattr(_http, "PATIENCE", 0.5e6)
+    monkeypatch.setattr(_http.Client, "_beginning", late)
+    async with web_server(at("request", STALLED)) as server, channel(server, timeout=1e6) as webhook:
+        sending = asyncio.create_task(webhook(digest()))
+        await is_answered.wait()
+        while not sending.done():
+            clock.ahead += 1000
+            await asyncio.sleep(0)
+        await sending
+    assert clock.time() - began < 1.2e6
+
+
 async def test_headers_without_end_are_not_read() -> None:
     long = Reply(200, headers={f"X-{number}": "x" * 1000 for number in range(1000)})
     assert type(await of(at("request", long))) is OutcomeUnknown

@@ -264,17 +264,17 @@ class Client:
             if isinstance(error, httpcore2.ConnectError) and is_wrong_tls(error.__context__):
                 raise WrongSetUp(reason, UNTRUSTED) from None
             raise ChannelError(reason) from None
-        text = await self._beginning(response)
+        text = await self._beginning(response, end)
         found = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in response.headers}
         is_plain = found.get("content-encoding", "identity").strip().lower() == "identity"
         return Answer(name, response.status, found, text.decode(errors="replace") if is_plain else "", secrets)
 
-    async def _beginning(self, response: httpcore2.Response) -> bytes:
+    async def _beginning(self, response: httpcore2.Response, end: float) -> bytes:
         """Return the beginning of an answer's contents. They end, if they are short and come soon, so that the
-        connection can be kept; whatever goes wrong with them, the status is known."""
+        connection can be kept; whatever goes wrong with them, and at ``end``, the status is known."""
         found = b""
         try:
-            async with asyncio.timeout(min(PATIENCE, self.timeout)):
+            async with asyncio.timeout_at(min(end, self.loop.time() + PATIENCE)):
                 async for chunk in response.aiter_stream():
                     found += chunk
                     if len(found) > MOST:
