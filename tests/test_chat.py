@@ -6,7 +6,10 @@ import asyncio
 import json
 import logging
 import re
+import subprocess
 import sys
+import threading
+from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, cast
@@ -31,7 +34,7 @@ from aiodigest import (
 )
 from aiodigest.channels import Apprise, Discord, Ntfy, Slack, Teams
 from aiodigest.channels._posting import as_body
-from aiodigest.channels.apprise import secrets_of
+from aiodigest.channels.apprise import MOST, secrets_of
 from aiodigest.channels.chat import _read, fitting, units
 from aiodigest.rendering import Block, Message, plain
 
@@ -420,6 +423,98 @@ async def test_apprise_that_says_nothing_leaves_an_unknown_outcome(clock: Clock)
         await server.reaches("request")
         clock.ahead += 1001
         assert type(await sending) is OutcomeUnknown
+
+
+async def test_a_digest_for_which_apprise_has_no_thread_was_never_handed_over_and_a_word_says_why(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with web_server(at("request", HANG)) as server, apprise(server, timeout=1000) as channel:
+        sending = [asyncio.create_task(outcome(channel(digest()))) for _ in range(MOST + 2)]
+        await server.reaches("request", MOST)
+        clock.ahead += 1001
+        found = Counter(map(type, await asyncio.gather(*sending)))
+        assert found == {OutcomeUnknown: MOST, RetryAfter: 2}
+        later = asyncio.create_task(outcome(channel(digest())))
+        while not later.done():
+            clock.ahead += 1001
+            await asyncio.sleep(0)
+        assert type(await later) is RetryAfter
+        assert len(server.requests) == MOST
+    [told] = [each for each in caplog.records if each.levelname == "ERROR"]
+    assert "Apprise does not come back" in told.getMessage()
+
+
+class Gates:
+    """A channel of one thread, whose messages each wait for their gate."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        monkeypatch.setattr("aiodigest.channels.apprise.MOST", 1)
+        self.began = asyncio.Queue[threading.Event]()
+        self.channel = Apprise("json://localhost", **options)
+        self._loop = asyncio.get_running_loop()
+        monkeypatch.setattr(self.channel, "_notify", self._notify)
+
+    def send(self) -> asyncio.Task[Exception | None]:
+        return asyncio.create_task(outcome(self.channel(digest())))
+
+    def _notify(self, *of: Any) -> None:
+        gate = threading.Event()
+        self._loop.call_soon_threadsafe(self.began.put_nowait, gate)
+        assert gate.wait(60)
+
+
+async def test_the_time_of_a_try_by_apprise_begins_with_its_thread(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates = Gates(monkeypatch, timeout=1e6)
+    first, second = gates.send(), gates.send()
+    gate = await gates.began.get()
+    clock.ahead += 0.6e6
+    gate.set()
+    gate = await gates.began.get()
+    clock.ahead += 0.6e6
+    assert not second.done()
+    await asyncio.sleep(0)
+    gate.set()
+    assert await asyncio.gather(first, second) == [None, None]
+
+
+async def test_a_digest_that_is_cancelled_as_it_waits_for_apprise_takes_no_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gates = Gates(monkeypatch)
+    first, second, third = gates.send(), gates.send(), gates.send()
+    gate = await gates.began.get()
+    second.cancel()
+    await asyncio.wait([second])
+    gate.set()
+    (await gates.began.get()).set()
+    assert await asyncio.gather(first, third) == [None, None]
+    assert gates.began.empty()
+
+
+HANGING = """
+import asyncio, threading
+from datetime import UTC, datetime
+from aiodigest import Digest, OutcomeUnknown, Record
+from aiodigest.channels import Apprise
+
+channel, gates = Apprise("json://localhost", timeout=0.001), [threading.Event(), threading.Event()]
+for gate in gates:
+    channel._notify = lambda *of, gate=gate: gate.wait() and None
+    try:
+        asyncio.run(channel(Digest("ann", [Record("1", "news", datetime(2030, 1, 1, tzinfo=UTC))])))
+    except OutcomeUnknown:
+        print("unknown")
+gates[0].set()
+while sum(each.name == "aiodigest-apprise" for each in threading.enumerate()) > 1:
+    pass
+"""
+
+
+def test_apprise_that_hangs_keeps_no_process_and_no_other_event_loop() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", HANGING], capture_output=True, timeout=60, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == ("unknown\nunknown\n", "", 0)
 
 
 async def test_apprise_takes_its_url_by_key(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,26 +6,34 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar, copy_context
 from datetime import timedelta
+from functools import partial
 from inspect import isawaitable
+from threading import Thread
 from typing import Any
 
-from aiodigest import ChannelError, Digest, InvalidArgument, OutcomeUnknown, Reject
+from aiodigest import ChannelError, Digest, InvalidArgument, OutcomeUnknown, Reject, RetryAfter
 from aiodigest.arguments import duration
-from aiodigest.channels.common import Channel, Secrets, library, rendered_by
+from aiodigest.channels.common import Channel, Secrets, SetUp, Turn, library, rendered_by
 from aiodigest.errors import shown
 from aiodigest.rendering import Message, Render
 
+MOST = 16  # threads of a channel
+SOON = 5.0  # seconds after which a digest that did not get its turn is tried again
+ADVICE = "does not come back: digests wait for threads that hang until these end, or the process starts anew"
 TALKATIVE = "apprise", "urllib3.connectionpool"  # loggers that quote URLs
 
 
 class Apprise(Channel):
     """Sends each digest through a service that Apprise knows. Needs the extra ``apprise``.
 
-    It runs in a thread. Apprise says yes or no, and no is tried again; what it logs of that is the reason, without the
-    URL. If it says nothing within ``timeout``, it is an ``OutcomeUnknown``.
+    It runs in threads, 16 at most. Apprise says yes or no, and no is tried again; what it logs of that is the reason,
+    without the URL. If it says nothing within ``timeout``, it is an ``OutcomeUnknown``, and its thread stays taken
+    until it does. A digest that does not get a thread within ``timeout`` is a ``RetryAfter``, which charges no attempt;
+    if that is because threads hang, the log has one ERROR until something is delivered.
 
     Who may choose the URL may reach anything from your machine: take it from your own settings alone.
 
@@ -38,7 +46,7 @@ class Apprise(Channel):
     render : function from a digest to a Message, or None, default None
         Makes the subject and the text.
     timeout : seconds, default 30
-        For one try; it must be shorter than the engine's ``delivery_timeout``.
+        For one try, and before it for its turn; both together must be shorter than the engine's ``delivery_timeout``.
     """
 
     def __init__(
@@ -51,9 +59,16 @@ class Apprise(Channel):
         with library("apprise", "apprise"):
             import apprise
         self._library: Any = apprise
+        try:  # no time of its own, for which it would wait in a pool of its own, and then say no
+            self._asset = self._library.AppriseAsset(service_timeout=0)
+        except AttributeError:  # it is older, and has none
+            self._asset = self._library.AppriseAsset()
         self._url = url
         self._render = rendered_by(render)
         self._timeout = duration(timeout, "timeout", 0.001)
+        self._turn = Turn(MOST)
+        self._hanging = set[Future[str | None]]()  # what nobody waits for any more
+        self._set_up = SetUp("Apprise")
         if not callable(url):
             self._service(url)
 
@@ -73,19 +88,54 @@ class Apprise(Channel):
             service = self._service(found)
         except InvalidArgument as error:
             raise Reject(str(error)) from None
-        message = self._render(digest)
-        try:
-            async with asyncio.timeout(self._timeout):
-                reason = await asyncio.to_thread(self._notify, service, message, str(found))
-        except TimeoutError:
-            raise OutcomeUnknown(f"Apprise: no answer within {self._timeout:g} s") from None
+        reason = await self._in_thread(partial(self._notify, service, self._render(digest), str(found)))
         if reason is not None:
             raise ChannelError(f"Apprise: {reason}")
+        self._set_up.worked()
+
+    async def _in_thread(self, work: Callable[[], str | None]) -> str | None:
+        """Return what comes of work in a thread, which has its time from when it begins.
+
+        The thread is none of a pool: the end of the process would wait for it, and Apprise may hang.
+        """
+        loop, places = asyncio.get_running_loop(), self._turn.here()
+        try:
+            async with asyncio.timeout(self._timeout):
+                await places.acquire()
+        except TimeoutError:
+            if hanging := len(self._hanging):
+                self._set_up.failed(ADVICE, ADVICE, f"{hanging} of at most {MOST} threads hang")
+            raise RetryAfter(SOON) from None
+        ended: Future[str | None] = Future()
+        ended.set_running_or_notify_cancel()  # from now on nobody can take it back
+
+        def run() -> None:
+            try:
+                ended.set_result(work())
+            except BaseException as error:
+                ended.set_exception(error)
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(places.release)
+
+        try:
+            Thread(target=copy_context().run, args=[run], name="aiodigest-apprise", daemon=True).start()
+        except BaseException:
+            places.release()
+            raise
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await asyncio.wrap_future(ended)
+        except TimeoutError:
+            raise OutcomeUnknown(f"Apprise: no answer within {self._timeout:g} s") from None
+        finally:
+            if not ended.done():
+                self._hanging.add(ended)
+                ended.add_done_callback(self._hanging.discard)
 
     def _service(self, url: object) -> Any:
         """Return what sends to a URL. Raises InvalidArgument, which does not quote it."""
         with _listening():
-            service = self._library.Apprise.instantiate(url) if isinstance(url, str) else None
+            service = self._library.Apprise.instantiate(url, asset=self._asset) if isinstance(url, str) else None
         if service is None:
             raise InvalidArgument("url is none that Apprise knows (it is not shown: it may hold a secret)")
         return service

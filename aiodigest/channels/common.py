@@ -62,17 +62,19 @@ class Channel:
 
 
 class Turn:
-    """A lock of the event loop that runs: one of asyncio belongs for ever to the first in which it is waited for."""
+    """A semaphore of the event loop that runs: one of asyncio belongs for ever to the first in which it is waited
+    for."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: int = 1) -> None:
+        self._places = places
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = asyncio.Lock()
+        self._semaphore = asyncio.Semaphore(places)
 
-    def here(self) -> asyncio.Lock:
+    def here(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._lock = loop, asyncio.Lock()
-        return self._lock
+            self._loop, self._semaphore = loop, asyncio.Semaphore(self._places)
+        return self._semaphore
 
 
 @contextmanager
