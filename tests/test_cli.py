@@ -227,7 +227,7 @@ OUTPUTS = {
     ("arguments", "output"),
     [
         ("stats", ">&-"), ("top", ">&-"), ("stats", ">/dev/full"), ("doctor --json", ">/dev/full"),
-        ("top", ">/dev/full"), ("--help", ">/dev/full"),
+        ("top", ">/dev/full"), ("--help", ">/dev/full"), ("demo --json", ">/dev/full"),
     ],
 )  # fmt: skip
 def test_an_answer_that_nobody_can_read_is_one_line_and_exit_1(arguments: str, output: str, tmp_path: Path) -> None:

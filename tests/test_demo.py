@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import tempfile
@@ -67,6 +68,15 @@ def test_a_demo_that_ended_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert re.search(r"records in +1\n +digests out +1, with 1 record\n", output)
     assert list(tmp_path.iterdir()) == []
     assert no_process_is_left(tmp_path)
+
+
+def test_a_demo_that_finds_no_place_says_so(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+    def fail(**options: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr("aiodigest.cli.demo.TemporaryDirectory", fail)
+    code, _, errors = command("demo", "--json")
+    assert (code, errors) == (1, "aiodigest: No usable temporary directory found\n")
 
 
 @pytest.mark.processes

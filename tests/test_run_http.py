@@ -80,6 +80,19 @@ NO_SERVICES = """
 
     bare = DigestEngine(namespace="bare")
 
+    class Send:
+        async def __aenter__(self):
+            raise ConnectionRefusedError("no database")
+
+        async def __aexit__(self, *raised):
+            pass
+
+        async def __call__(self, digest):
+            pass
+
+    entering = DigestEngine(namespace="entering")
+    entering.deliver(Send())
+
     @asynccontextmanager
     async def broken():
         raise OSError("no database")
@@ -261,6 +274,7 @@ async def test_a_request_whose_headers_never_end_is_hung_up_on(monkeypatch: pyte
     [
         ("bare", "has no callback", 2),
         ("broken", "'no_services:broken' cannot be opened: OSError: no database (", 1),
+        ("entering", "'no_services:entering': Send could not be entered: ConnectionRefusedError: no database (", 1),
         ("strange", "opens a int", 2),
         ("asyncio", "is a module", 2),
         ("app", "'no_services:app' is a App: it must be a DigestEngine, or a function without parameters", 2),

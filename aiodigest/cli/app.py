@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import sys
@@ -18,7 +17,7 @@ from aiodigest.cli.dead import dead
 from aiodigest.cli.demo import demo
 from aiodigest.cli.doctor import doctor
 from aiodigest.cli.options import Once, help_without_command
-from aiodigest.cli.output import FAILED, INTERRUPTED, UNAVAILABLE, USAGE, reason_of, say
+from aiodigest.cli.output import FAILED, INTERRUPTED, UNAVAILABLE, USAGE, is_of_output, note_errors, reason_of, say
 from aiodigest.cli.pipe.command import EXAMPLES, pipe
 from aiodigest.cli.reshard import reshard
 from aiodigest.cli.run.command import run as run_engines
@@ -27,7 +26,6 @@ from aiodigest.cli.send import send
 from aiodigest.cli.timelines import add, delete, explain, flush, mute, namespaces, show, stats, timelines, unmute
 from aiodigest.cli.top import top
 
-EXHAUSTED = errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN  # errors of what has too few files or processes
 UsageError: Any = typer.BadParameter.__base__  # wherever the library keeps it
 
 app = typer.Typer(
@@ -70,6 +68,7 @@ def run() -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # any key can be shown
+    note_errors()
     logging.getLogger("aiodigest").addHandler(logging.NullHandler())  # else Python prints warnings by itself
     try:
         code: object = app(prog_name="aiodigest", standalone_mode=False)
@@ -93,7 +92,7 @@ def _report(error: Exception) -> int:
         case typer.Abort():
             say("nothing was done")
             return FAILED
-        case OSError(errno=number) if number in EXHAUSTED:
+        case OSError() if not is_of_output(error):
             say(reason_of(error))
             return FAILED
         case OSError():

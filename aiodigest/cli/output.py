@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import UTC, datetime
-from io import TextIOBase
+from io import BufferedWriter, FileIO, TextIOBase, TextIOWrapper
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import typer
@@ -26,11 +26,45 @@ FAILED, USAGE, UNAVAILABLE, INTERRUPTED = EXIT_CODES = 1, 2, 69, 130
 PIPE_WIDTH = 250  # columns, where there is no terminal that has a width
 PROGRESS_INTERVAL = 0.2  # seconds
 UNFOLDED = {"due", "timestamp"}  # columns of a table
+OF_OUTPUT = "Standard output was written."  # a note of errors
 AHEAD, MOST = 64 * 1024, 1024 * 1024  # bytes of errors that wait for who reads them: of commands, and of messages
 
 
 class ReaderGone(ChannelError):
     """Nobody reads standard output any more."""
+
+
+class Output(FileIO):
+    """Standard output, whose errors can be told from others."""
+
+    def write(self, data: Any, /) -> int:
+        with of_output():
+            return super().write(data)
+
+
+def note_errors() -> None:
+    """Let errors of what is printed from now on say that they are of standard output."""
+    if sys.stdout is not None and sys.stdout is sys.__stdout__:  # and not a test's
+        raw, before = Output(1, "wb", closefd=False), cast("TextIOWrapper", sys.stdout)
+        sys.stdout = TextIOWrapper(
+            cast("Any", raw if isinstance(before.buffer, FileIO) else BufferedWriter(raw)), before.encoding,
+            before.errors, line_buffering=before.line_buffering, write_through=before.write_through,
+        )  # fmt: skip
+
+
+@contextmanager
+def of_output() -> Generator[None]:
+    """Let the errors inside say that they are of standard output."""
+    try:
+        yield
+    except OSError as error:
+        error.add_note(OF_OUTPUT)
+        raise
+
+
+def is_of_output(error: OSError) -> bool:
+    """True if an error came of writing to standard output."""
+    return OF_OUTPUT in getattr(error, "__notes__", ())
 
 
 def say(text: str, end: str = "\n") -> None:

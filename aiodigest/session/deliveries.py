@@ -5,7 +5,8 @@ Two engines of one namespace would take each other's digests.
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Generator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from types import TracebackType
 from typing import cast
 
@@ -50,7 +51,8 @@ class Holding:
 
     async def __aenter__(self) -> None:
         if self._entered is not None:
-            await self._entered.__aenter__()
+            with self._noting("entered"):
+                await self._entered.__aenter__()
             self._held.append(self._entered)
 
     async def __aexit__(
@@ -58,5 +60,13 @@ class Holding:
     ) -> None:
         if self._entered is not None:
             self._held.remove(self._entered)
-            with shield():
+            with shield(), self._noting("left"):
                 await self._entered.__aexit__(kind, error, traceback)  # which is not asked whether to swallow the error
+
+    @contextmanager
+    def _noting(self, what: str) -> Generator[None]:
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"{type(self._entered).__name__} could not be {what}")
+            raise

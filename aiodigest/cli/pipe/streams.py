@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from aiodigest import JSON, Digest, InvalidArgument, Reject, RetryAfter
-from aiodigest.cli.output import ReaderGone, write
+from aiodigest.cli.output import ReaderGone, of_output, write
 from aiodigest.cli.pipe.parser import LONGEST_LINE
 
 if TYPE_CHECKING:
@@ -268,4 +268,5 @@ def prepare(file: int = 1) -> None:
         with suppress(OSError), open(f"/dev/fd/{file}", "rb") as readable:
             last = os.pread(readable.fileno(), 1, status.st_size - 1)
     if last not in (b"\n", b""):
-        write(file, b"\n")
+        with of_output():
+            write(file, b"\n")

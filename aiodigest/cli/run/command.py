@@ -141,6 +141,11 @@ async def _deliver(name: str, engine: Engine, shards: Container[int] | None, ann
     announcement = asyncio.get_running_loop().call_soon(announce, line)
     try:
         await engine.run(shards=shards)
+    except Exception as error:
+        noted = getattr(error, "__notes__", ())  # by the engine, if it comes of entering or leaving the callback
+        if isinstance(error, AiodigestError) or not noted:
+            raise
+        raise AiodigestError(f"{name!r}: {noted[-1]}: {one_line(error)}") from error
     finally:
         announcement.cancel()
     announce(f"{name}: stopped")
