@@ -783,6 +783,22 @@ async def test_an_error_and_a_timeout_of_the_block_are_raised_with_signals_too(w
             await asyncio.Event().wait()
 
 
+async def test_a_timeout_of_the_cleanup_after_a_signal_is_raised() -> None:
+    async def body() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            async with asyncio.timeout(1):
+                await asyncio.Event().wait()
+
+    asyncio.get_running_loop().call_later(1, os.kill, os.getpid(), signal.SIGTERM)
+    with pytest.raises(TimeoutError) as raised:
+        async with engine_on(WatchedBackend()).delivering(await_nothing, signals=True):
+            await body()
+    assert now() == pytest.approx(2, abs=0.1)
+    assert isinstance(raised.value.__cause__, asyncio.CancelledError)  # as that of the signal's own
+
+
 async def test_a_signal_that_comes_while_the_engine_is_entered_ends_the_block() -> None:
     backend = WatchedBackend(held="open")
     asyncio.get_running_loop().call_later(1, os.kill, os.getpid(), signal.SIGINT)

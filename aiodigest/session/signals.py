@@ -58,13 +58,18 @@ class SignalledEnd:
     @asynccontextmanager
     async def block(self) -> AsyncGenerator[None, None]:
         """Hold the block, which ends at its first await if a signal has come before."""
+        of_block: TimeoutError | None = None
         try:
             async with self._timer:
                 if self._is_told:
                     self._timer.reschedule(0)
-                yield
-        except TimeoutError:
-            if not self._timer.expired():
+                try:
+                    yield
+                except TimeoutError as error:  # such as that of its cleanup, which tells of no signal
+                    of_block = error
+                    raise
+        except TimeoutError as error:
+            if error is of_block:
                 raise
 
 
