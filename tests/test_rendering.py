@@ -198,6 +198,11 @@ def test_what_is_left_out_is_counted() -> None:
     assert "and 3,000 more" in huge.text, "what is not looked at is counted"
 
 
+def test_the_time_of_a_digest_is_that_of_all_its_records() -> None:
+    first, last = (Formats(NOW).when(NOW - timedelta(minutes=minutes)) for minutes in (4_999, 0))
+    assert f"5,000 updates, {first} to {last}" in plain(digest_of(*(["a"] * 5_000)), now=NOW).text
+
+
 def test_what_was_dropped_and_when_the_next_one_comes_is_told() -> None:
     message = Template(tz="Europe/Berlin")(digest_of("a", dropped=3, next_due=NOW + timedelta(hours=20)), now=NOW)
     for told in (message.text, message.html, str(message.blocks)):

@@ -95,14 +95,8 @@ class View:
     more: int
     others: int
     items: Sequence[Item]
-
-    @property
-    def since(self) -> datetime | None:
-        return min((item.since for item in self.items), default=None)
-
-    @property
-    def until(self) -> datetime | None:
-        return max((item.time for item in self.items), default=None)
+    since: datetime | None
+    until: datetime | None
 
 
 def view(
@@ -115,7 +109,7 @@ def view(
     chosen: Sequence[str] | None = None,
 ) -> View:
     """Return what is shown of a digest: at most ``most`` items, in groups ``by`` a field or a function of the value."""
-    count = len(digest.records)
+    records, count = digest.records, len(digest.records)
     items = tuple(items_of(digest, formats, by, chosen))
     largest_first = sorted(group_by(items), key=lambda group: -group.count)
     groups = [replace(group, items=collapse(group.items, alike)) for group in largest_first]
@@ -139,6 +133,8 @@ def view(
         more=count - sum(group.count for group in shown),
         others=len(groups) - len(shown),
         items=items,
+        since=records[0].timestamp if records else None,
+        until=records[-1].timestamp if records else None,
     )
 
 
