@@ -41,3 +41,12 @@ def test_rooms_that_users_could_have_written_know_only_the_public_names(
             ours = module.partition(".")[0] in ("aiodigest", "redis")
             allowed = module in ("aiodigest", "aiodigest.__version__") or module.startswith(others)
             assert allowed or not ours, f"{path.name} imports {module}"
+
+
+def test_no_group_of_errors_that_is_taken_apart_lets_another_error_out() -> None:
+    """Python 3.11.0 to 3.11.3 would put what is raised inside ``except*`` into a group, whatever it comes from."""
+    for path in (ROOT / "aiodigest").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            handlers = node.handlers if isinstance(node, ast.TryStar) else []
+            raised = [each for handler in handlers for each in ast.walk(handler) if isinstance(each, ast.Raise)]
+            assert not any(each.exc for each in raised), f"{path.name}, line {raised[0].lineno}"
