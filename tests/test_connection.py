@@ -100,6 +100,17 @@ async def test_a_client_lends_its_settings_but_not_its_retries_and_timeouts(tmp_
     await client.aclose()
 
 
+def test_a_client_is_shown_as_the_url_that_leads_where_it_does() -> None:
+    shown = {
+        "redis://h:1": Redis(host="h", port=1),
+        "redis://h:1/2": Redis(host="h", port=1, db=2),
+        "rediss://[::1]:6379/3": Redis(host="::1", db=3, ssl=True),
+        "unix:///run/s": Redis(unix_socket_path="/run/s"),
+        "unix:///run/s?db=3": Redis(unix_socket_path="/run/s", db=3),
+    }
+    assert [read_url(client).shown for client in shown.values()] == [*shown]
+
+
 def logins(url: URL) -> list[tuple[object, ...]]:
     """The names, passwords and databases of the servers, and of their sentinels."""
     assert url.sentinels is not None
@@ -130,7 +141,7 @@ async def test_a_client_of_sentinels_lends_their_addresses_and_both_logins() -> 
     assert (url.sentinels.service, url.sentinels.addresses) == ("mail", [("h1", 1), ("::1", 2)])
     assert logins(url) == [("me", "mine", 4, "/ca"), (None, "theirs", 0, None)]
     assert (url.make, url.sentinels.make) == (SSLConnection, Connection)
-    assert (url.shown, url.pool) == ("redis+sentinel://h1:1,[::1]:2/mail/4", client.connection_pool)
+    assert (url.shown, url.pool) == ("rediss+sentinel://h1:1,[::1]:2/mail/4", client.connection_pool)
     await closed(manager, client)
 
 
@@ -626,7 +637,7 @@ async def test_clients_of_valkey_py_lend_what_those_of_redis_py_do(tmp_path: Pat
         str(trusted),
         None,
         True,
-        "redis://h:7",
+        "rediss://h:7/3",
     )
     assert read_url(valkey.asyncio.Valkey(unix_socket_path="/run/s")).make is UnixDomainSocketConnection
     manager = valkey.asyncio.Sentinel([("h1", 1)], sentinel_kwargs={"password": "theirs"}, password="mine")

@@ -338,16 +338,22 @@ def _check_trust(given: Mapping[str, object]) -> None:
         )
 
 
+def _scheme(make: type[AbstractConnection]) -> str:
+    return "rediss" if _is_a(make, "SSLConnection") else "redis"
+
+
 def _of_client(pool: ConnectionPool) -> URL:
     make = pool.connection_class
     if _is_a(type(pool), "SentinelConnectionPool"):
         encrypted = _is_a(make, "SSLConnection")
         return _of_sentinel_client(cast("SentinelConnectionPool", pool), SSLConnection if encrypted else TCPConnection)
     connect, settings = _connecting(make, pool.connection_kwargs)
+    database = settings.get("db")
     if "path" in settings:
-        url = f"unix://{settings['path']}"
+        url = f"unix://{settings['path']}" + (f"?db={database}" if database else "")
     else:
-        url = f"redis://{show_address(settings.get('host', 'localhost'), settings.get('port', PORT))}"
+        host = show_address(settings.get("host", "localhost"), settings.get("port", PORT))
+        url = f"{_scheme(make)}://{host}" + (f"/{database}" if database else "")
     return URL(url, connect, settings, pool)
 
 
@@ -364,7 +370,7 @@ def _of_sentinel_client(pool: SentinelConnectionPool, make: type[AbstractConnect
     addresses = [(str(each.connection_kwargs["host"]), cast("int", each.connection_kwargs["port"])) for each in pools]
     sentinels = Sentinels(service, *_connecting(pools[0].connection_class, pools[0].connection_kwargs), addresses)
     hosts = ",".join(show_address(*address) for address in addresses)
-    url = f"redis+sentinel://{hosts}/{service}/{settings.get('db', 0)}"
+    url = f"{_scheme(make)}+sentinel://{hosts}/{service}/{settings.get('db', 0)}"
     return URL(url, connect, settings, pool, sentinels)
 
 
@@ -374,8 +380,7 @@ def _of_cluster_client(client: RedisCluster) -> URL:
     nodes = [(str(node.host), int(node.port)) for node in known.nodes_manager.startup_nodes.values()]
     given = dict(cast("Mapping[str, object]", known.connection_kwargs))
     make = cast("type[AbstractConnection]", given.pop("connection_class", TCPConnection))
-    scheme = "rediss" if _is_a(make, "SSLConnection") else "redis"
-    url = f"{scheme}+cluster://{','.join(show_address(*node) for node in nodes)}"
+    url = f"{_scheme(make)}+cluster://{','.join(show_address(*node) for node in nodes)}"
     target = URL(url, *_connecting(make, given), client, nodes=nodes)
     return replace(target, as_seen=known.nodes_manager.address_remap or target.as_seen)
 
