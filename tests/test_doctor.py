@@ -461,6 +461,17 @@ async def test_a_change_of_shards_is_told_with_what_is_left(engine: Engine, serv
     assert findings[0].remedy == f"unless it runs: aiodigest reshard --namespace {namespace} --to 4"
 
 
+async def test_what_is_muted_in_the_old_shards_is_told_since_it_keeps_them(
+    engine: Engine, server: Server, namespace: str
+) -> None:
+    await engine.mute("k")
+    async with DigestEngine(server.url, namespace=namespace) as other:
+        async for _ in engine.reshard(4):
+            break
+        [told, _] = [finding.message for finding in await other.examine() if finding.check == "shards"]
+    assert told.endswith("0 dead, 1 muted")
+
+
 async def test_a_layout_that_does_not_fit_is_told_and_stays(engine: Engine, namespace: str, client: Any) -> None:
     client.hset(f"{{{namespace}}}:layout", "version", "2:7:3")
     found = of(await engine.examine(), "shards", "problem")

@@ -267,6 +267,7 @@ def check_layout(facts: NamespaceFacts) -> Iterator[Finding]:
     if facts.layout.drained is not None:
         held = facts.total(shard for shard in facts.shards if shard.draining)
         left = ", ".join(f"{held[state]:,} {state}" for state in ("waiting", "ready", "leased", "dead"))
+        left += f", {held['mutes']:,} muted" if held["mutes"] else ""
         message = f"it goes over from {facts.layout.drained.shards} to {count}; the old ones have {left}"
         remedy = f"unless it runs: aiodigest reshard --namespace {facts.name} --to {facts.layout.current.shards}"
         yield Finding("shards", "note", message, remedy)
