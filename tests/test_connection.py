@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from inspect import signature
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import pytest
 import redis
@@ -29,6 +29,7 @@ from servers import Server, running_server
 from userland import DEADLINE
 
 from aiodigest import DigestEngine
+from aiodigest.backends.redis.backend import RedisBackend
 from aiodigest.backends.redis.connections.calls import Connections, _shared, join_connections, leave_connections
 from aiodigest.backends.redis.connections.connection import drop, send
 from aiodigest.backends.redis.connections.errors import explain
@@ -481,6 +482,34 @@ def test_connections_of_a_loop_that_was_closed_before_they_were_left_are_forgott
     asyncio.run(join())
     asyncio.run(join_and_leave())
     assert not [connections for connections in _shared.values() if connections.url is url]
+
+
+async def test_a_backend_that_is_connected_twice_at_once_starts_its_server_and_opens_its_connections_once(
+    server: Server, namespace: str
+) -> None:
+    class Own:
+        url, starts = "own", 0
+
+        async def start(self) -> str:
+            self.starts += 1
+            await asyncio.sleep(0)
+            return server.url
+
+        async def stop(self) -> None:
+            pass
+
+        def why_down(self) -> None:
+            pass
+
+        def clone(self) -> Self:
+            return self
+
+    own, before = Own(), set(_shared)
+    backend = RedisBackend(own, namespace=namespace)
+    await asyncio.gather(backend.connect(), backend.connect())
+    assert (own.starts, len(set(_shared) - before)) == (1, 1)
+    await backend.aclose()
+    assert set(_shared) == before
 
 
 def test_connections_of_a_client_are_forgotten_when_the_last_user_has_left() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -70,6 +71,7 @@ class Namespace:
         self.server = self.source if isinstance(self.source, Server) else None
         self.target = read_url("unix:///not/started/yet" if self.server else self.source)
         self._connections: Connections | None = None
+        self._joining: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
         self._is_ready = False  # connected, and all that there is to know before a call is known
         self._layout = place(Layout(self.shards), wanted=self.shards) if self.shards else None
         self._denied: frozenset[str] = frozenset()  # commands that the user may not run
@@ -123,13 +125,11 @@ class Namespace:
 
     async def connect(self) -> None:
         """Look up the layout; a namespace without one gets it from the first call that creates one."""
-        fresh = self._connections is None
+        fresh = False
         try:
             if self._connections is None:
-                if self.server is not None:
-                    self.target = read_url(await self.server.start())
-                self._connections = join_connections(self.target, self.timeout)
-            connections = self._connections
+                fresh = await self._join()
+            connections = self.connections
             load_scripts()
             await connections.check_version(self.root)
             await self.look_up()
@@ -152,6 +152,19 @@ class Namespace:
                 problem = f"its user may not use the keys of this namespace: it needs {keys} (docs/security.md#users)"
                 raise ConfigurationError(f"{self.url} refuses access: {problem}{hint}") from error
             raise
+
+    async def _join(self) -> bool:
+        """Open the connections, and first a server of one's own; False if another call has done so meanwhile."""
+        loop = asyncio.get_running_loop()
+        if self._joining is None or self._joining[0] is not loop:
+            self._joining = loop, asyncio.Lock()
+        async with self._joining[1]:
+            if self._connections is not None:
+                return False
+            if self.server is not None:
+                self.target = read_url(await self.server.start())
+            self._connections = join_connections(self.target, self.timeout)
+            return True
 
     @property
     def connections(self) -> Connections:
