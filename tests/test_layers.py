@@ -29,7 +29,11 @@ def imported(path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("room", "least", "others"),
-    [("cli", 20, PUBLIC), ("channels", 10, SENDING), ("rendering", 5, ("aiodigest.rendering", *SENDING[1:]))],
+    [
+        ("cli", 20, PUBLIC),
+        ("channels", 10, SENDING),
+        ("rendering", 5, ("aiodigest.rendering", "aiodigest.timing.zones", *SENDING[1:])),
+    ],
 )
 def test_rooms_that_users_could_have_written_know_only_the_public_names(
     room: str, least: int, others: tuple[str, ...]

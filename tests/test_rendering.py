@@ -427,6 +427,7 @@ def test_a_link_leads_to_the_web_or_nowhere(address: Any, link: str) -> None:
         ({"text": "{{ lipsum(n=9) }}"}, ConfigurationError, "names 'lipsum'"),
         ({"html": Path("/dev/zero")}, ConfigurationError, "/dev/zero is larger than 1,000,000 bytes"),
         ({"tz": "Mars/Base"}, InvalidArgument, "tz must be a time zone"),
+        ({"tz": "Europe/Berln"}, InvalidArgument, r"\(is it 'Europe/Berlin'\?\)"),
         ({"locale": "xx_nowhere"}, InvalidArgument, "locale must be"),
         ({"top": 0}, InvalidArgument, "top must be a whole number from 1 to 100, not 0"),
         ({"fields": "id"}, InvalidArgument, "fields must be a list"),

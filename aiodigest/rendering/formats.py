@@ -6,10 +6,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Any
-from zoneinfo import ZoneInfo
 
 from aiodigest import ConfigurationError, InvalidArgument
 from aiodigest.errors import shown
+from aiodigest.timing.zones import zone_of
 
 MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 UNITS = (("day", 86_400), ("hour", 3600), ("minute", 60))
@@ -17,12 +17,7 @@ UNITS = (("day", 86_400), ("hour", 3600), ("minute", 60))
 
 def zone(name: str | tzinfo) -> tzinfo:
     """Return a time zone by its name, such as "Europe/Berlin"."""
-    if isinstance(name, tzinfo):
-        return name
-    try:
-        return ZoneInfo(name)
-    except Exception as error:  # of many kinds: there is no such zone, or no such file
-        raise InvalidArgument(f'tz must be a time zone such as "Europe/Berlin", not {shown(name)}') from error
+    return name if isinstance(name, tzinfo) else zone_of(name)
 
 
 def language(locale: str | None) -> Any:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from datetime import datetime, timedelta
 from difflib import get_close_matches
+from functools import lru_cache
 from zoneinfo import ZoneInfo, available_timezones
 
 from aiodigest.arguments import require
 from aiodigest.errors import InvalidArgument, shown
 
 DAY = 86_400
+LONG = 100  # characters, more than any name of a time zone has
 WEEKDAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 EPOCH = datetime(1970, 1, 1)  # on a clock on the wall
 
@@ -22,9 +24,14 @@ def zone_name(tz: str | ZoneInfo) -> str:
     try:
         return ZoneInfo(name).key
     except (KeyError, ValueError, OSError):  # OSError: a folder of zones
-        like = get_close_matches(name, available_timezones(), 1, 0.8)
-        hint = f" (is it {like[0]!r}?)" if like else ""
+        hint = _hint(name) if len(name) < LONG else ""
         raise InvalidArgument(f"tz must be a time zone, as 'Europe/Paris', not {shown(name)}{hint}") from None
+
+
+@lru_cache(100)  # it takes long, and one name may be asked for at each digest
+def _hint(name: str) -> str:
+    like = get_close_matches(name, available_timezones(), 1, 0.8)
+    return f" (is it {like[0]!r}?)" if like else ""
 
 
 def zone_of(tz: str | ZoneInfo) -> ZoneInfo:
