@@ -130,7 +130,7 @@ async def test_a_digest_is_written_in_one_call_before_it_counts_as_delivered() -
     line = os.read(reader, 100_000)
     assert line.isascii()
     records = [{"id": "r", "timestamp": "1970-01-01T00:00:00Z", "value": {"text": "é\u2028"}}]
-    assert json.loads(line) == {"id": "d", "key": "k", "attempt": 1, "dropped": 0, "records": records}
+    assert json.loads(line) == {"id": "d", "key": "k", "attempt": 1, "iteration": 1, "dropped": 0, "records": records}
     os.close(reader)
     with pytest.raises(RetryAfter):
         await out.deliver(DIGEST)

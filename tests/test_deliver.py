@@ -539,7 +539,7 @@ async def test_a_command_gets_each_digest_as_the_json_of_pipe_and_its_output_pas
     assert (code, errors) == (0, "seen\nseen\n")
     found = {digest["key"]: digest for digest in map(json.loads, output.splitlines())}
     assert {key: len(digest["records"]) for key, digest in found.items()} == {"web": 2, "api": 1}
-    assert list(found["api"]) == ["id", "key", "attempt", "dropped", "records"]
+    assert list(found["api"]) == ["id", "key", "attempt", "iteration", "dropped", "records"]
 
 
 @pytest.mark.processes

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from errno import EINVAL
 from io import FileIO
@@ -135,15 +136,27 @@ def _sync_folder(folder: Path) -> None:
             os.close(number)
 
 
-def as_json(digest: Digest[Any]) -> bytes:
+def as_json(digest: Digest[Any], plain: Callable[[Any], Any] | None = None) -> bytes:
     """Return a digest as a line of JSON, in ASCII. What JSON has no form for, or below 200 levels, is told by ``str``,
-    and if that raises an Exception by the name of its type."""
-    records = [{"id": each.id, "timestamp": each.timestamp, "value": each.value} for each in digest.records]
-    whole = {
-        "id": digest.id, "key": digest.key, "attempt": digest.attempt, "iteration": digest.iteration,
-        "dropped": digest.dropped, "records": records,
-    }  # fmt: skip
-    return json.dumps(_plain(whole), separators=(",", ":")).encode() + b"\n"
+    and if that raises an Exception by the name of its type; values that are JSON already need none of that, and another
+    ``plain``."""
+    of_value = plain or _plain
+    # record by record, so that another thread (the event loop, which renews the lease) gets its turn
+    records = ",".join(
+        _dumped({"id": _plain(each.id), "timestamp": _plain(each.timestamp), "value": of_value(each.value)})
+        for each in digest.records
+    )
+    head = _plain(
+        {
+            "id": digest.id, "key": digest.key, "attempt": digest.attempt, "iteration": digest.iteration,
+            "dropped": digest.dropped,
+        }
+    )  # fmt: skip
+    return f'{_dumped(head)[:-1]},"records":[{records}]}}\n'.encode()
+
+
+def _dumped(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _plain(value: Any, deep: int = DEEP) -> Any:

@@ -144,11 +144,10 @@ def as_json(value: object) -> str:
 
 
 def digest_json(digest: Digest[JSON]) -> bytes:
-    """Return a digest as a line of JSON."""
-    # record by record, so that another thread (the event loop, which renews the lease) gets its turn
-    records = ",".join(as_json(record_json(record)) for record in digest.records)
-    head = as_json({"id": digest.id, "key": digest.key, "attempt": digest.attempt, "dropped": digest.dropped})
-    return f'{head[:-1]},"records":[{records}]}}\n'.encode()
+    """Return a digest as a line of JSON, as channels write it."""
+    from aiodigest.channels.local import as_json
+
+    return as_json(digest, lambda value: value)
 
 
 def record_json(record: Record[JSON] | Record[JSON | bytes]) -> dict[str, Any]:
