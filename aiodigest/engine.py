@@ -629,14 +629,12 @@ class DigestEngine(Generic[T]):
                     name(key, "key", most)
                 record = None if record is None else name(record, "record_id", most)
                 policy = fixed or policies[plain(key)]
-                if isinstance(policy, asyncio.CancelledError):
-                    raise AiodigestError("the policy function was cancelled") from policy  # and not who adds
                 if isinstance(policy, BaseException):
                     raise policy
                 add = self._pack(key, record, encode(entry.value), entry.timestamp, policy, entry.urgent)
             except AiodigestError as error:
                 failed[index] = error
-            except Exception as error:  # of the policy function, or the codec
+            except (Exception, asyncio.CancelledError) as error:  # of a function, or the codec, and not who adds
                 failed[index] = AiodigestError(f"the entry could not be made ready: {describe(error)}")
                 failed[index].__cause__ = error
             else:

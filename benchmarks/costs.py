@@ -209,7 +209,7 @@ async def time_by_timelines(setting: Setting) -> AsyncGenerator[Row, None]:
             async def one_call(number: int) -> None:
                 first = number * len(A_CALL)
                 adds = [scripts.record(f"user:{(first + index) % timelines}", VALUE) for index in A_CALL]
-                await scripts.send(pack_adds(adds, A_CALL)[0])
+                await scripts.send(pack_adds(adds, A_CALL, 0)[0])
 
             for number in range(-(-timelines // len(A_CALL))):  # all are ready then
                 await one_call(number)

@@ -129,7 +129,7 @@ async def test_a_claim_and_a_close_run_these_commands(server: Server, client: An
             assert of_bare == seen
 
             seen, closed = await ours.see(backend.close(0, closes(claims.leases)))
-            items = chain.from_iterable(map(pack_close, closes(leases)))
+            items = chain.from_iterable(pack_close(each, 0) for each in closes(leases))
             of_bare, answers = await theirs.see(theirs.bare("close", *head, NONCE, 1, *items))
             assert of_bare[:-2] == seen[:-2]
             assert sorted(of_bare[-2:]) == sorted(seen[-2:])  # two counts, in any order

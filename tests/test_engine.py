@@ -387,7 +387,7 @@ async def test_a_policy_function_that_is_cancelled_fails_its_entry_alone() -> No
         return Policy()
 
     async with adding(policy=choose) as (engine, _):
-        with pytest.raises(PartialAdd, match=r"1 of 3 .* the policy function was cancelled") as caught:
+        with pytest.raises(PartialAdd, match=r"1 of 3 .* could not be made ready: CancelledError") as caught:
             await engine.add_many([Entry("good", 1), Entry("bad", 2), Entry("better", 3)])
     assert [result is True for result in caught.value.results] == [True, False, True]
 
