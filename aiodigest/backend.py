@@ -180,7 +180,8 @@ class Claims:
     read, set aside for one lease. ``expired`` pairs a key with the number of its records that outlived their ttl.
     ``left`` pairs a key with a feature that the timeline needs and nobody here knows: it was left to other workers.
     ``barred``: there are doubtful digests that this claim could not take; ``wait_ms`` does not tell of them.
-    ``server_ms`` is the server's time, which ``now_ms`` is ahead of once that has stepped back.
+    ``server_ms`` is the server's time, which ``now_ms`` is ahead of once that has stepped back. ``let_go`` counts dead
+    letters whose time is over, for which a claim looks that finds nothing else.
     """
 
     leases: Sequence[Lease] = ()
@@ -192,6 +193,7 @@ class Claims:
     barred: bool = False
     left: Sequence[tuple[str, str]] = ()
     server_ms: int = 0
+    let_go: int = 0
 
 
 class NewDeadLetter(NamedTuple):

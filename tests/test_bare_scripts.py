@@ -118,7 +118,7 @@ async def test_a_claim_and_a_close_run_these_commands(server: Server, client: An
             of_bare, reply = await theirs.see(theirs.bare("claim", *arguments))
             leases = [unpack_lease(fields) for fields in reply[3]]
             assert "RENAME log:0 open:0" in seen or count != 2
-            assert len(reply) == 9
+            assert len(reply) == 10
             assert [(one.key, one.token, one.size, len(one.entries)) for one in leases] == [
                 (one.key, one.token, one.size, len(one.entries)) for one in claims.leases
             ]

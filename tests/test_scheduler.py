@@ -891,6 +891,23 @@ async def test_a_worker_whose_dead_letter_makes_others_go_logs_an_error(
     assert line.message.startswith("test: 1 dead letters of shard 0 were let go")
 
 
+async def test_a_worker_that_finds_dead_letters_of_30_days_logs_an_error(
+    caplog: pytest.LogCaptureFixture, logged: Logged
+) -> None:
+    async def reject(digest: Digest[JSON]) -> None:
+        raise Reject("no such address")
+
+    backend = WatchedBackend()
+    async with delivering(Inbox(reject), backend):
+        await backend.put("key", 1)
+        await settle()
+    await asyncio.sleep(30 * 86_400)
+    async with delivering(Inbox(), backend):
+        await settle()
+    [line] = [record for record in caplog.records if record.levelno == logging.ERROR and "let go" in record.message]
+    assert line.message.startswith("test: 1 dead letters of shard 0 were let go")
+
+
 async def test_timelines_that_cannot_be_read_and_records_that_expired_are_logged(
     caplog: pytest.LogCaptureFixture, logged: Logged
 ) -> None:

@@ -13,6 +13,7 @@ from stores import DAY, LEASE, MINUTE, NOW, Store, bound_of_dead_letters, ids, r
 
 from aiodigest.backend import (
     DIGEST_BYTES,
+    LOOKS,
     MOVES,
     Add,
     Bookmark,
@@ -1176,6 +1177,17 @@ async def test_dead_letters_of_30_days_make_room_at_the_next_burial_counted(stor
     assert await buried(store) == ["second", "third", "fourth"]
     counts = await store.backend.operations.counts()
     assert (counts["dead"], counts["letters_dropped"]) == (3, 1)
+
+
+async def test_dead_letters_of_30_days_are_let_go_by_a_claim_that_finds_nothing_counted(store: Store) -> None:
+    for number in range(LOOKS + 2):
+        await bury(store, str(number))
+    store.now += 30 * DAY
+    first, second, third = [await store.claims() for _ in range(3)]
+    assert [claims.let_go for claims in (first, second, third)] == [LOOKS, 2, 0]
+    assert (first.wait_ms, second.wait_ms) == (0, None)
+    counts = await store.backend.operations.counts()
+    assert (counts["dead"], counts["letters_dropped"]) == (0, LOOKS + 2)
 
 
 @pytest.mark.parametrize("memory_or_place", ["reference", "redis"], indirect=True)

@@ -266,6 +266,8 @@ class ShardWorker:
             shared.notice_layout()
             log_losses(claims)
             log_needs(claims)
+            if claims.let_go:
+                log_let_go(self.shard, claims.let_go)
             now = loop.time()
             clock = partial(server_time, loop.time, claims.server_ms, sent, now)
             chosen, postponed = shared.limit.sort(claims.leases, count, now)

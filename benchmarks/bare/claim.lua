@@ -35,4 +35,4 @@ for index = 1, #found, 2 do
 end
 call('ZRANGEBYSCORE', tag .. 'leased', '-inf', '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
 call('ZCARD', tag .. 'ready')
-return {now, 0, '0-0', leases, {}, {}, 0, {}, 0}
+return {now, 0, '0-0', leases, {}, {}, 0, {}, 0, 0}

@@ -20,6 +20,7 @@ from aiodigest.backend import (
     DIGEST_BYTES,
     FEATURES,
     GIVE_BACK_MS,
+    LOOKS,
     NEVER_MS,
     SAME_MS,
     SAMPLE,
@@ -251,10 +252,13 @@ class ReferenceBackend(Backend, Operations):
             ends = [machine.recoverable_ms(end) for key, end in machine.leased.items() if doubtful or key not in ended]
             looks = [mute.look_ms for mute in machine.mutes.values() if mute.look_ms < NEVER_MS]
             nexts = [*machine.waiting.values(), *looks, *ends]
-            wait_ms = 0 if machine.ready else max(0, min(nexts) - now) if nexts else None
+            let_go = 0 if leases else machine.dead.drop_old(now, LOOKS)
+            machine.counts["letters_dropped"] += let_go
+            wait_ms = 0 if machine.ready or let_go == LOOKS else max(0, min(nexts) - now) if nexts else None
             barred = bool(ended) and not doubtful
             server_ms = now - machine.shift_ms
-            return Claims(leases, str(self._wake_ups[shard]), wait_ms, now, (), expired, barred, left, server_ms)
+            seen = str(self._wake_ups[shard])
+            return Claims(leases, seen, wait_ms, now, (), expired, barred, left, server_ms, let_go)
 
     def _oldest(self, machine: Shard, now: int) -> list[str]:
         return [key for key, _ in earliest(machine.ready)[:SLICE]]

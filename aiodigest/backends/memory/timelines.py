@@ -133,6 +133,13 @@ class DeadLetters(dict[str, StoredDeadLetter]):
             let_go += 1
         return let_go
 
+    def drop_old(self, now: int, most: int) -> int:
+        """Let letters go whose time is over, ``most`` of them at the most; return how many."""
+        old = [name for name in self.oldest_first() if not self.alive(name, now)][:most]
+        for name in old:
+            del self[name]
+        return len(old)
+
 
 class Shard:
     """A single schedule and its timelines. Whoever changes it says what time it is, by its own clock: the server's,

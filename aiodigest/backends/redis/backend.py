@@ -195,9 +195,8 @@ class RedisBackend(Backend):
     ) -> Claims:
         packed, flags = scripts.pack_limits(limits), (int(sample), bound, int(doubtful), self._features)
         reply = await self.namespace.call("claim", shard, count, lease_ms, packed, self._nonce(), *flags)
-        now, wait, wake_up, leases, broken, expired, barred, left, shift = cast(
-            "tuple[int, int, bytes, list[Sequence[object]], list[bytes], list[bytes | int], int, list[bytes], int]",
-            reply,
+        now, wait, wake_up, leases, broken, expired, barred, left, shift, let_go = cast(
+            "tuple[int, int, bytes, list[Any], list[bytes], list[bytes | int], int, list[bytes], int, int]", reply
         )
         return Claims(
             [scripts.unpack_lease(lease) for lease in leases],
@@ -209,6 +208,7 @@ class RedisBackend(Backend):
             barred == 1,
             [(text(key), text(need)) for key, need in zip(left[::2], left[1::2], strict=True)],
             now - shift,
+            let_go,
         )
 
     async def open(self, shard: int, key: str, lease_ms: int, limits: Limits) -> Lease | None:

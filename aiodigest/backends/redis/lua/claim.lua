@@ -4,7 +4,7 @@
 -- Parts     deliver
 -- Commands  HDEL HGET HGETALL HINCRBY HLEN HMGET HSET LLEN LRANGE PERSIST PEXPIRE RENAME RPUSH TIME UNLINK XADD
 --           XREVRANGE ZADD ZCARD ZMSCORE ZRANDMEMBER ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
--- Reply     [int, int, text, [list...], [text...], [number...], int, [text...], int]
+-- Reply     [int, int, text, [list...], [text...], [number...], int, [text...], int, int]
 -- KEYS[1]   layout (guard)
 -- ARGV[1]   expected (guard)
 -- ARGV[2]   now (clock)
@@ -20,7 +20,8 @@
 -- Returns   now; how long until something is due, us (-1: nothing is held); id of the last wake-up; leases; broken
 --           timelines (key, error, ...); expired timelines (key, number of records, ...); 1 if leases have ended that this
 --           claim could not take; timelines that are left to others (key, a feature that it needs, ...); how far the
---           shard's clock is ahead of the server's, ms
+--           shard's clock is ahead of the server's, ms; how many dead letters were let go, as their time is over: a claim
+--           that opens nothing looks for some
 --
 -- Needs     guard clock budget lease promotion gap needs
 
@@ -285,4 +286,13 @@ else
     wait = math.max(0, 1000 * (math.min(next_due or math.huge, next_end or math.huge) - now) - micros)
   end
 end
-return {now, wait, last_wake and last_wake[1] or '0-0', leases, broken, expired, barred and 1 or 0, left, shift}
+local let_go = 0
+if #leases == 0 then
+  -- Needs   dead
+  let_go = drop_old(LOOKS)
+  if let_go > 0 then
+    try('HINCRBY', layout, 'letters_dropped', let_go)
+  end
+  wait = let_go == LOOKS and 0 or wait -- there may be more
+end
+return {now, wait, last_wake and last_wake[1] or '0-0', leases, broken, expired, barred and 1 or 0, left, shift, let_go}

@@ -29,3 +29,12 @@ local function drop_letter(id)
     call('UNLINK', sizes) -- what an earlier version has dropped is still counted there
   end
 end
+
+-- Let letters go whose time is over, `most` of them at the most; return how many.
+local function drop_old(most)
+  local old = try('ZRANGEBYSCORE', dead, '-inf', now - DEAD_LETTER_TTL_MS, 'LIMIT', 0, most)
+  for _, id in ipairs(old) do -- none where another program has written
+    drop_letter(id)
+  end
+  return #old
+end
