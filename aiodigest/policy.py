@@ -36,6 +36,11 @@ class Limits(NamedTuple):
     max_age_ms: int
     ttl_ms: int
 
+    @property
+    def told(self) -> str:
+        """All of them, as a log line tells them."""
+        return ", ".join(f"{name} {size}" for name, size in self._asdict().items())
+
 
 class Terms(NamedTuple):
     """A policy as the store takes it: in whole milliseconds.

@@ -159,7 +159,7 @@ def redis_state(client: Any, tag: str) -> State:
 
 
 def _layout_of(fields: dict[bytes, bytes]) -> dict[str, int]:
-    unchanged = (b"version", b"current", b"drains")
+    unchanged = (b"version", b"current", b"drains", b"limits")
     return {
         name.decode(): int(value)
         for name, value in fields.items()

@@ -200,6 +200,24 @@ async def test_broken_timelines_at_the_head_are_reported_and_the_next_sound_one_
     assert (isinstance(failed, InvalidState), stored) == (part in ("log", "meta", "end", "cool", "own"), True)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "own", "says_so"),
+    [(5_000, False, True), (1_000, False, False), (10_000, False, False), (5_000, True, False)],
+)
+async def test_who_adds_under_other_limits_than_workers_drop_by_says_so_once(
+    backend: RedisBackend, caplog: pytest.LogCaptureFixture, theirs: int, own: bool, says_so: bool
+) -> None:
+    ours = Policy(capacity=1_000)
+    add = Add("k", pack(b"a", None, b"v"), ours.terms, own)
+    assert await backend.add(0, [add]) == [True]
+    await backend.claim(0, 0, LEASE, Policy(capacity=theirs).terms.limits)
+    assert await backend.add(0, [add, add]) == [False, False]
+    assert await backend.add(0, [add]) == [False]
+    said = [line for line in caplog.messages if "which drop what is over theirs" in line]
+    assert len(said) == says_so
+    assert all("the policy here (capacity 1000, " in line and "the workers (capacity 5000, " in line for line in said)
+
+
 async def test_who_looks_at_a_timeline_reads_no_more_than_a_timeline_may_have(backend: RedisBackend, raw: Raw) -> None:
     await backend.add(0, [record("k")])
     raw.client.rpush(raw.key("log:k"), *["not ours"] * (2 * LONGEST))

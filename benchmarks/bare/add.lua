@@ -10,7 +10,7 @@ local tag = string.sub(layout, 1, -7)
 local ready, waiting, metas, logs = tag .. 'ready', tag .. 'waiting', tag .. 'meta:', tag .. 'log:'
 local waits = ARGV[1] == 'waiting'
 call('HGET', tag .. 'nothing', 'version')
-call('HMGET', layout, 'version', 'shift', 'clock', 'mutes')
+call('HMGET', layout, 'version', 'shift', 'clock', 'mutes', 'limits')
 call('TIME')
 for index = 2, #ARGV, 2 do
   local key = ARGV[index]

@@ -7,7 +7,7 @@
 local call, layout, answers, delivered = redis.call, KEYS[1], {}, 0
 local tag = string.sub(layout, 1, -7)
 call('HGET', tag .. 'nothing', 'version')
-call('HMGET', layout, 'version', 'shift', 'clock', 'mutes')
+call('HMGET', layout, 'version', 'shift', 'clock', 'mutes', 'limits')
 local time = call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 call('PERSIST', layout)

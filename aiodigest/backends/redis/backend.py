@@ -161,6 +161,8 @@ class RedisBackend(Backend):
             arguments, order = scripts.pack_adds(adds, left[:BATCH], about)
             reply = cast("list[object]", await namespace.call("add", shard, *arguments, now=now, late=late))
             given = scripts.unpack_added(reply)
+            if scripts.has_other_limits(reply):
+                await namespace.tell_limits(shard, next(add.terms.limits for add in adds if not add.own))
             kinds, told = set(map(type, given)), cast("list[bool | AiodigestError]", given)
             if kinds != {bool} or len(given) > len(order):
                 told = await namespace.answers_of(shard, given, [adds[index].key for index in order], bool)

@@ -27,6 +27,7 @@ from aiodigest.errors import (
     shown,
 )
 from aiodigest.logs import logger_of
+from aiodigest.policy import Limits
 
 logger = logger_of(__name__)
 
@@ -75,6 +76,7 @@ class Namespace:
         self._is_ready = False  # connected, and all that there is to know before a call is known
         self._layout = place(Layout(self.shards), wanted=self.shards) if self.shards else None
         self._denied: frozenset[str] = frozenset()  # commands that the user may not run
+        self._has_told_limits = False
         self._tags: dict[Home, str] = {}
         self._marked: Layout | None = None  # whose first shard hands out no tokens any more
 
@@ -235,6 +237,18 @@ class Namespace:
                     raise
                 problem = error
         raise problem or BackendUnavailable(f"{self.url} has no shards")
+
+    async def tell_limits(self, shard: int, ours: Limits) -> None:
+        """Log, once a backend, that what it adds keeps to other limits than those by which workers drop."""
+        if self._has_told_limits:
+            return
+        self._has_told_limits = True
+        with suppress(AiodigestError, TypeError, ValueError):  # another program may have written anything; all is added
+            key = self.key(shard, "layout")
+            found = cast("bytes", await self.connections.command(key, "HGET", key, "limits"))
+            theirs = Limits(*map(int, text(found).split()))
+            line = "the policy here (%s) is not that of the workers (%s), which drop what is over theirs"
+            logger.warning(line, ours.told, theirs.told, extra={"namespace": self.name})
 
     async def denied_on(self, shard: int) -> frozenset[str]:
         """Return the scripts' commands that the user may not run on the server of a shard."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
-from aiodigest import backend
+from aiodigest import backend, policy
 from aiodigest.backend import Add, Close, Closed, Grant, Lease, Mute, Postpone, Retry, StoredTimeline, Tokens
 from aiodigest.errors import BackendUnavailable
 from aiodigest.models import State
@@ -37,6 +37,7 @@ CONSTANTS: Mapping[str, int] = {
         (backend, ("ALONE", "ASIDE_MS", "DEAD_LETTER_BASE", "DEAD_LETTER_TTL_MS", "DIGEST_BYTES", "GIVE_BACK_MS")),
         (backend, ("LONGEST", "LOOKS", "MOST_SEEN", "MOVES", "NEVER_MS", "PAUSES", "SAME_MS", "SAMPLE", "SLICE")),
         (backend, ("STEP_MS", "STEP_TOLD_MS")),
+        (policy, ("MAX_CAPACITY",)),
         (records, ("ARRIVAL", "CONTEXT_SIZE", "PACKED", "TRACED", "VERSION")),
     )
     for name in names
@@ -416,7 +417,7 @@ def unpack_added(reply: Sequence[object]) -> list[object]:
     """Return the answer of each add that was looked at: True if it made its timeline ready, or the text of its error.
     None of them if this is no reply to adds."""
     looked, *told = reply or (0,)
-    answers: list[object] = [False] * looked if type(looked) is int else []
+    answers: list[object] = [False] * abs(looked) if type(looked) is int else []
     last = 0
     for found in told:
         if type(found) is int and last < found <= len(answers):
@@ -426,6 +427,11 @@ def unpack_added(reply: Sequence[object]) -> list[object]:
         else:
             return []
     return answers
+
+
+def has_other_limits(reply: Sequence[object]) -> bool:
+    """Return whether an answer to adds says that their limits are not those by which workers drop."""
+    return bool(reply) and type(reply[0]) is int and reply[0] < 0
 
 
 def stale_at(answer: object) -> int | None:

@@ -14,7 +14,8 @@
 --           key and the entry, which lacks what is filled in at its beginning. A group is what is added to one timeline:
 --           key; number of entries, negative if each lacks what is filled in; if the terms bound the bytes of a digest,
 --           those of each, "bytes bytes ..."; the entries
--- Returns   the number of entries that were looked at: less than all if much had to be compacted. Then, for each of them
+-- Returns   the number of entries that were looked at: less than all if much had to be compacted. It is negative if there
+--           are other limits than those of the latest claim, which drops by its own, and not by these. Then, for each
 --           that made its timeline ready, which it is (from 1); and for each that failed, which it is, and its error:
 --           "STALE" and the server's time, ms, if its terms do not tell of that.
 --
@@ -245,6 +246,7 @@ local function look_at(key, terms, first, last, bytes)
 end
 
 local cursor, looked, answer, is_spent, stale = 3, 0, {0}, false, nil
+local differ = false
 
 -- Answer with an error for some entries.
 local function refuse(first, last, problem)
@@ -258,6 +260,7 @@ while cursor <= #ARGV and not is_spent do
   local flags = tonumber(ARGV[cursor + 2])
   local terms = parse_terms(ARGV[cursor], ARGV[cursor + 1], flags % 2 == 1)
   terms.urgent = flags > 1
+  differ = differ or claimed and claimed ~= '' and not terms.own and claimed ~= ARGV[cursor + 1]
   local asks, is_measured = terms.urgent or terms.dedupe > 0 or terms.max_bytes > 0, terms.max_bytes > 0
   terms.kept, terms.most = terms.own or false, terms.capacity + math.floor(terms.capacity / 2)
   terms.fresh = now + terms.ttl
@@ -315,7 +318,7 @@ while cursor <= #ARGV and not is_spent do
     end
   end
 end
-answer[1] = looked
+answer[1] = differ and -looked or looked
 if duplicates > 0 then
   try('HINCRBY', layout, 'duplicates', duplicates)
 end

@@ -166,7 +166,13 @@ local function is_kept_back(from, key, due)
   end
 end
 
-local recoverable, hold = watch_gap(lease)
+-- Return the limits by which records are dropped: none by those of an engine that takes all that a timeline may hold, as
+-- one does whose policy is a function.
+local function strict_limits()
+  return limits.capacity < MAX_CAPACITY and ARGV[5] or ''
+end
+
+local recoverable, hold = watch_gap(lease, strict_limits())
 promote(waiting, now)
 if has_mutes then
   look_at_mutes()

@@ -15,7 +15,8 @@ local tag = string.sub(layout, 1, -7)
 -- that never exists fails: here, before anything is done. So no script takes half a shard for a whole one.
 call('HGET', tag .. 'nothing', 'version')
 
-local version, shift, latest, has_mutes = unpack(call('HMGET', layout, 'version', 'shift', 'clock', 'mutes'))
+local version, shift, latest, has_mutes, claimed = -- the last are the limits of the latest claim
+  unpack(call('HMGET', layout, 'version', 'shift', 'clock', 'mutes', 'limits'), 1, 5)
 if version ~= expected and (version or CREATES) then
   return redis.error_reply('LAYOUT ' .. (version or 'none'))
 end
