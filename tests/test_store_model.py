@@ -1398,15 +1398,15 @@ def test_the_scripts_do_what_the_reference_does(place: Place, pytestconfig: pyte
 # Outcomes of conditions that no rule leads to, with the test of test_redisbackend.py that does; '' where a script makes
 # sure of it itself.
 ASTRAY = "test_calendars_are_worked_out_anew_for_the_servers_time_where_this_machines_clock_is_wrong"
+BROKEN_LETTER = "test_a_broken_dead_letter_is_listed_with_its_error_beside_the_others_and_can_be_discarded"
 BROKEN = "test_broken_timelines_at_the_head_are_reported_and_the_next_sound_one_is_delivered"
 ELSEWHERE = {
     "add.lua stale and (is_stale or stale[key]): yes": ASTRAY,
     "replay.lua are_stale(terms): yes": ASTRAY,
     "reschedule.lua are_stale(terms): yes": ASTRAY,
     "add.lua length > LONGEST: yes": BROKEN,
-    "replay.lua length > LONGEST: yes": (
-        "test_a_broken_dead_letter_is_listed_with_its_error_beside_the_others_and_can_be_discarded"
-    ),
+    "letter.lua not problem and size > LONGEST: yes": BROKEN_LETTER,
+    "replay.lua length > LONGEST: yes": BROKEN_LETTER,
     "shared/timelines.lua math.max(logged, opened) > LONGEST: yes": BROKEN,
     "shared/timelines.lua fields.err: yes": "test_an_add_that_cannot_end_a_mute_says_so",
     "add.lua room < 1: yes": "test_much_to_compact_is_done_in_several_calls",
