@@ -589,10 +589,11 @@ class DigestEngine(Generic[T]):
         """Add some of the entries of an ``add_many``; ``policies`` are those of the keys that it has asked for, and
         ``down`` tells of the shards that it has found unavailable."""
         if self._policies.fixed is None:
-            keys = [plain(entry.key) for entry in entries if self._has_key(entry) and plain(entry.key) not in policies]
-            policies |= await self._policies.of_all(keys, self.timeout)
+            keys = (plain(entry.key) for entry in entries if self._has_key(entry))
+            wanted = [key for key in keys if key not in policies and not session.why_down(key, down)]
+            policies |= await self._policies.of_all(wanted, self.timeout)
         adds, failed = list[Add](), dict[int, AiodigestError]()
-        answers = await session.add_many(self._make(entries, policies, encode, adds, failed), down)
+        answers = await session.add_many(self._make(session, entries, policies, encode, adds, failed, down), down)
         if not failed and {bool}.issuperset(map(type, answers)):  # as nearly always
             self._registered.added += len(answers)
             return answers
@@ -611,15 +612,17 @@ class DigestEngine(Generic[T]):
 
     def _make(
         self,
+        session: Session,
         entries: Sequence[Entry[T]],
         policies: dict[str, Policy | BaseException],
         encode: Encoder[T],
         adds: list[Add],
         failed: dict[int, AiodigestError],
+        down: Down,
     ) -> Generator[Add]:
         """Yield the adds of entries, which are put into ``adds`` too; and the errors of the others into ``failed``, by
-        their places."""
-        fixed, most = self._policies.fixed, self.bounds.name
+        their places. Nothing is made of what goes to shards that were ``down`` when this began."""
+        fixed, most, down = self._policies.fixed, self.bounds.name, dict(down)
         for index, entry in enumerate(entries):
             try:
                 if not isinstance(entry, Entry):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -628,6 +631,10 @@ class DigestEngine(Generic[T]):
                 if type(key) is not str or not (key.isascii() and 0 < len(key) <= most):  # most are such
                     name(key, "key", most)
                 record = None if record is None else name(record, "record_id", most)
+                if down and (lost := session.why_down(key, down)):
+                    is_away = isinstance(lost, BackendUnavailable)
+                    failed[index] = BackendUnavailable(str(lost), record_id=entry.record_id) if is_away else lost
+                    continue
                 policy = fixed or policies[plain(key)]
                 if isinstance(policy, BaseException):
                     raise policy

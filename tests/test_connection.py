@@ -512,6 +512,22 @@ async def test_a_backend_that_is_connected_twice_at_once_starts_its_server_and_o
     assert set(_shared) == before
 
 
+@pytest.mark.parametrize("steps", range(12))
+async def test_a_connect_goes_on_when_another_one_that_began_before_is_cancelled(
+    server: Server, namespace: str, steps: int
+) -> None:
+    backend, before = RedisBackend(server.url, namespace=namespace), set(_shared)
+    first, second = (asyncio.ensure_future(backend.connect()) for _ in range(2))
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([first])
+    await second
+    assert await backend.operations.counts()
+    await backend.aclose()
+    assert set(_shared) == before
+
+
 def test_connections_of_a_client_are_forgotten_when_the_last_user_has_left() -> None:
     url = read_url(Redis(connection_pool=ConnectionPool()))
 

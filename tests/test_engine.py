@@ -5,7 +5,7 @@ import gc
 import json
 import os
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import datetime, timedelta
@@ -49,6 +49,7 @@ from aiodigest import (
     Reject,
     RetryPolicy,
 )
+from aiodigest.backend import Add, ShardMap
 from aiodigest.codecs import JSONCodec
 from aiodigest.records.entries import value_in
 
@@ -359,25 +360,61 @@ async def test_add_many_tells_what_was_sent_from_what_was_not() -> None:
 
 
 async def test_add_many_while_the_server_is_away_takes_one_timeout_and_not_one_a_chunk() -> None:
-    async with adding(WatchedBackend(held="open"), timeout=5) as (engine, _):
+    asked = list[str]()
+
+    def choose(key: str) -> Policy:
+        asked.append(key)
+        return Policy()
+
+    async with adding(WatchedBackend(held="open"), timeout=5, policy=choose) as (engine, _):
         began = now()
         with pytest.raises(PartialAdd) as caught:
-            await engine.add_many([Entry("key", value) for value in range(5000)])
+            await engine.add_many([Entry(f"key-{value}", value, f"r{value}") for value in range(5000)])
         assert now() - began == pytest.approx(5, abs=0.1)
-    assert len(caught.value.results) == 5000
+    failed = [error for error in caught.value.results if isinstance(error, BackendUnavailable)]
+    assert [error.record_id for error in failed] == [f"r{value}" for value in range(5000)]
+    assert len(asked) < 2000, "nothing is asked for what is not sent"
 
 
 async def test_a_shard_that_is_away_is_asked_once_and_fails_its_own_entries_alone() -> None:
     backend = WatchedBackend(shards=4, down="add")
     backend.down_shards = {1}
     entries = [Entry(f"key-{number}", number, f"r{number}") for number in range(20_000)]
-    async with adding(backend) as (engine, _):
+    asked = list[str]()
+
+    def choose(key: str) -> Policy:
+        asked.append(key)
+        return Policy()
+
+    async with adding(backend, policy=choose) as (engine, _):
         with pytest.raises(PartialAdd) as caught:
             await engine.add_many(entries)
+    assert sum(backend.shard_map.shard_of(key) == 1 for key in asked) < 2_000, "nothing is asked for what is not sent"
     failed = {error.record_id for error in caught.value.results if isinstance(error, BackendUnavailable)}
     assert failed == {entry.record_id for entry in entries if backend.shard_map.shard_of(entry.key) == 1}
     assert sum(result is True for result in caught.value.results) == len(entries) - len(failed)
     assert backend.count("add", 1) == 1
+
+
+class Moving(WatchedBackend):
+    """Has one shard, whose place two others take while the first call is under way; one of them is away."""
+
+    async def add(self, shard: int, adds: Sequence[Add]) -> list[bool | AiodigestError]:
+        if shard == 0:
+            self._shard_map = ShardMap(3, range(1, 3), range(1))
+        away = BackendUnavailable("connection refused")
+        return [away if self.shard_map.shard_of(add.key) == 1 else True for add in adds]
+
+
+async def test_adds_that_a_call_sends_on_fail_for_the_shard_that_is_away_and_no_other() -> None:
+    entries = [Entry(f"key-{number}", number) for number in range(5_000)]
+    backend = Moving(shards=3)
+    backend._shard_map = ShardMap(1, range(1))
+    async with adding(backend) as (engine, _):
+        with pytest.raises(PartialAdd) as caught:
+            await engine.add_many(entries)
+    stored = [result is True for result in caught.value.results]
+    assert stored == [backend.shard_map.shard_of(entry.key) == 2 for entry in entries]
 
 
 async def test_a_policy_function_that_is_cancelled_fails_its_entry_alone() -> None:

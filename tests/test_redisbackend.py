@@ -213,9 +213,31 @@ async def test_who_adds_under_other_limits_than_workers_drop_by_says_so_once(
     await backend.claim(0, 0, LEASE, Policy(capacity=theirs).terms.limits)
     assert await backend.add(0, [add, add]) == [False, False]
     assert await backend.add(0, [add]) == [False]
+    if says_so:  # once a process
+        await backend.claim(0, 0, LEASE, Policy(capacity=2_000).terms.limits)
+        assert await backend.add(0, [add]) == [False]
     said = [line for line in caplog.messages if "which drop what is over theirs" in line]
     assert len(said) == says_so
     assert all("the policy here (capacity 1000, " in line and "the workers (capacity 5000, " in line for line in said)
+
+
+@pytest.mark.parametrize("found", ["5000 0 0", "x", "5000 0 0 0 0", ""])
+async def test_what_another_program_has_put_in_place_of_limits_is_no_answer(
+    backend: RedisBackend, raw: Raw, caplog: pytest.LogCaptureFixture, found: str
+) -> None:
+    await claim(backend, 0)
+    raw.client.hset(raw.key("layout"), "limits", found)
+    assert await backend.add(0, [record("k"), record("l")]) == [True, True]
+    assert caplog.messages == []
+
+
+async def test_who_adds_under_other_limits_than_workers_had_that_are_gone_says_nothing(
+    backend: RedisBackend, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    await backend.claim(0, 0, LEASE, Policy(capacity=5).terms.limits)
+    clock.now += LEASE + 1
+    assert await backend.add(0, [record("k")]) == [True]
+    assert caplog.messages == []
 
 
 async def test_who_looks_at_a_timeline_reads_no_more_than_a_timeline_may_have(backend: RedisBackend, raw: Raw) -> None:

@@ -151,10 +151,10 @@ class Adder:
             down[shard] = fault = AiodigestError(f"a fault while adding: {describe(error)}")
             fault.__cause__ = error
             return [fault] * len(adds)
-        if not {bool}.issuperset(map(type, told)):
-            missed = next((each for each in told if isinstance(each, BackendUnavailable)), None)
-            if missed is not None:
-                down[shard] = unsent(missed)
+        if not {bool}.issuperset(map(type, told)):  # some may have gone to the shard that takes them now
+            for add, answer in zip(adds, told, strict=True):
+                if isinstance(answer, BackendUnavailable):
+                    down.setdefault(backend.shard_map.shard_of(add.key), unsent(answer))
         return told
 
     async def drain(self) -> None:

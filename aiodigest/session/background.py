@@ -88,6 +88,10 @@ class Session:
             raise ready
         return ready
 
+    def why_down(self, key: str, down: Down) -> AiodigestError | None:
+        """Return the error of what is added to a timeline whose shard is ``down``."""
+        return (down.get(None) or down.get(self.store.shard_map.shard_of(key))) if down else None
+
     async def add_many(self, adds: Iterable[Add], down: Down) -> list[bool | AiodigestError]:
         """Send adds, those of a timeline in order; return the answer to each.
 

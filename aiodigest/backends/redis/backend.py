@@ -35,13 +35,17 @@ from aiodigest.backends.redis.connections.url import Source
 from aiodigest.backends.redis.namespace import BATCH, Namespace, Server
 from aiodigest.backends.redis.scripts import Argument, number, stale_at, text
 from aiodigest.errors import AiodigestError, BackendUnavailable, InvalidState, LimitExceeded
+from aiodigest.logs import logger_of
 from aiodigest.policy import Limits, Terms
 from aiodigest.records.entries import id_of, identity
 
 if TYPE_CHECKING:
     from aiodigest.timing.throttle import Rate
 
+logger = logger_of(__name__)
+
 Fields = Sequence[bytes | int]
+_told_limits = set[str]()  # namespaces of which this process has told that its limits are not those of the workers
 TRIES = 3  # of a call whose terms did not tell of the server's time
 
 
@@ -161,8 +165,8 @@ class RedisBackend(Backend):
             arguments, order = scripts.pack_adds(adds, left[:BATCH], about)
             reply = cast("list[object]", await namespace.call("add", shard, *arguments, now=now, late=late))
             given = scripts.unpack_added(reply)
-            if scripts.has_other_limits(reply):
-                await namespace.tell_limits(shard, next(add.terms.limits for add in adds if not add.own))
+            if (theirs := scripts.other_limits(reply)) is not None:
+                self._tell_limits(adds, theirs)
             kinds, told = set(map(type, given)), cast("list[bool | AiodigestError]", given)
             if kinds != {bool} or len(given) > len(order):
                 told = await namespace.answers_of(shard, given, [adds[index].key for index in order], bool)
@@ -176,6 +180,14 @@ class RedisBackend(Backend):
                 left = [*stale, *left]
                 if tries > TRIES:
                     raise leaping(self.url)
+
+    def _tell_limits(self, adds: Sequence[Add], theirs: Limits) -> None:
+        """Log, once a process, that what is added here keeps to other limits than those by which workers drop."""
+        ours = next((add.terms.limits for add in adds if not add.own and add.terms.limits != theirs), None)
+        if ours is not None and self.namespace.name not in _told_limits:
+            _told_limits.add(self.namespace.name)
+            line = "the policy here (%s) is not that of the workers (%s), which drop what is over theirs"
+            logger.warning(line, ours.told, theirs.told, extra={"namespace": self.namespace.name})
 
     def _about(self, now: Argument = "") -> int:
         """Return about what time it is by the servers' clocks."""

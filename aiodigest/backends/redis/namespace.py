@@ -27,7 +27,6 @@ from aiodigest.errors import (
     shown,
 )
 from aiodigest.logs import logger_of
-from aiodigest.policy import Limits
 
 logger = logger_of(__name__)
 
@@ -72,11 +71,12 @@ class Namespace:
         self.server = self.source if isinstance(self.source, Server) else None
         self.target = read_url("unix:///not/started/yet" if self.server else self.source)
         self._connections: Connections | None = None
-        self._joining: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+        self._opening: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+        self._connectors = 0  # that are connecting
+        self._is_fresh = False  # opened by these, none of whom has come to the end
         self._is_ready = False  # connected, and all that there is to know before a call is known
         self._layout = place(Layout(self.shards), wanted=self.shards) if self.shards else None
         self._denied: frozenset[str] = frozenset()  # commands that the user may not run
-        self._has_told_limits = False
         self._tags: dict[Home, str] = {}
         self._marked: Layout | None = None  # whose first shard hands out no tokens any more
 
@@ -126,11 +126,13 @@ class Namespace:
     # Connecting
 
     async def connect(self) -> None:
-        """Look up the layout; a namespace without one gets it from the first call that creates one."""
-        fresh = False
+        """Look up the layout; a namespace without one gets it from the first call that creates one.
+
+        Of several at once, which share the connections, the last one leaves them if none has come to the end.
+        """
+        self._connectors += 1
         try:
-            if self._connections is None:
-                fresh = await self._join()
+            await self._open()
             connections = self.connections
             load_scripts()
             await connections.check_version(self.root)
@@ -142,11 +144,15 @@ class Namespace:
                     if isinstance(error, (ConfigurationError, BackendUnavailable)):
                         raise
             self._denied = await self._ask_permits()
+            if self._connections is not connections:
+                raise BackendUnavailable(f"the connections to {self.url} were closed meanwhile")
             self._is_ready = True  # not before all is known: a call looks again until then
+            self._is_fresh = False
         except BackendUnavailable as error:
+            self._is_fresh = False
             raise self._explained(error, "no") from error.__cause__  # stays open: the next call looks again
         except BaseException as error:
-            if fresh:
+            if self._is_fresh and self._connectors == 1:
                 await self._leave()
             if isinstance(error, AiodigestError) and refused(error) == "keys":
                 keys = f"~{{{self.name}}}:*, or for several shards ~{self.root} ~{{{self.name}:*}}:*"
@@ -154,19 +160,20 @@ class Namespace:
                 problem = f"its user may not use the keys of this namespace: it needs {keys} (docs/security.md#users)"
                 raise ConfigurationError(f"{self.url} refuses access: {problem}{hint}") from error
             raise
+        finally:
+            self._connectors -= 1
 
-    async def _join(self) -> bool:
-        """Open the connections, and first a server of one's own; False if another call has done so meanwhile."""
+    async def _open(self) -> None:
+        """Open the connections, and first a server of one's own, unless another call has done so."""
         loop = asyncio.get_running_loop()
-        if self._joining is None or self._joining[0] is not loop:
-            self._joining = loop, asyncio.Lock()
-        async with self._joining[1]:
-            if self._connections is not None:
-                return False
-            if self.server is not None:
-                self.target = read_url(await self.server.start())
-            self._connections = join_connections(self.target, self.timeout)
-            return True
+        if self._opening is None or self._opening[0] is not loop:
+            self._opening = loop, asyncio.Lock()
+        async with self._opening[1]:
+            if self._connections is None:
+                if self.server is not None:
+                    self.target = read_url(await self.server.start())
+                self._connections = join_connections(self.target, self.timeout)
+                self._is_fresh = True
 
     @property
     def connections(self) -> Connections:
@@ -237,18 +244,6 @@ class Namespace:
                     raise
                 problem = error
         raise problem or BackendUnavailable(f"{self.url} has no shards")
-
-    async def tell_limits(self, shard: int, ours: Limits) -> None:
-        """Log, once a backend, that what it adds keeps to other limits than those by which workers drop."""
-        if self._has_told_limits:
-            return
-        self._has_told_limits = True
-        with suppress(AiodigestError, TypeError, ValueError):  # another program may have written anything; all is added
-            key = self.key(shard, "layout")
-            found = cast("bytes", await self.connections.command(key, "HGET", key, "limits"))
-            theirs = Limits(*map(int, text(found).split()))
-            line = "the policy here (%s) is not that of the workers (%s), which drop what is over theirs"
-            logger.warning(line, ours.told, theirs.told, extra={"namespace": self.name})
 
     async def denied_on(self, shard: int) -> frozenset[str]:
         """Return the scripts' commands that the user may not run on the server of a shard."""

@@ -417,7 +417,9 @@ def unpack_added(reply: Sequence[object]) -> list[object]:
     """Return the answer of each add that was looked at: True if it made its timeline ready, or the text of its error.
     None of them if this is no reply to adds."""
     looked, *told = reply or (0,)
-    answers: list[object] = [False] * abs(looked) if type(looked) is int else []
+    if type(looked) is bytes and (digits := looked.partition(b" ")[0]).isdigit():  # with the limits of workers
+        looked = int(digits)
+    answers: list[object] = [False] * looked if type(looked) is int else []
     last = 0
     for found in told:
         if type(found) is int and last < found <= len(answers):
@@ -429,9 +431,14 @@ def unpack_added(reply: Sequence[object]) -> list[object]:
     return answers
 
 
-def has_other_limits(reply: Sequence[object]) -> bool:
-    """Return whether an answer to adds says that their limits are not those by which workers drop."""
-    return bool(reply) and type(reply[0]) is int and reply[0] < 0
+def other_limits(reply: Sequence[object]) -> Limits | None:
+    """Return the limits by which workers drop, if an answer to adds says that some of theirs are others."""
+    if not reply or type(reply[0]) is not bytes:
+        return None
+    try:
+        return Limits(*map(int, reply[0].split()[1:]))
+    except (TypeError, ValueError):  # another program has written them
+        return None
 
 
 def stale_at(answer: object) -> int | None:

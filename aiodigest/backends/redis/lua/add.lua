@@ -14,8 +14,8 @@
 --           key and the entry, which lacks what is filled in at its beginning. A group is what is added to one timeline:
 --           key; number of entries, negative if each lacks what is filled in; if the terms bound the bytes of a digest,
 --           those of each, "bytes bytes ..."; the entries
--- Returns   the number of entries that were looked at: less than all if much had to be compacted. It is negative if there
---           are other limits than those of the latest claim, which drops by its own, and not by these. Then, for each
+-- Returns   the number of entries that were looked at: less than all if much had to be compacted. If workers drop by other
+--           limits than some of these, it is a text with their limits behind it, "number capacity ...". Then, for each
 --           that made its timeline ready, which it is (from 1); and for each that failed, which it is, and its error:
 --           "STALE" and the server's time, ms, if its terms do not tell of that.
 --
@@ -318,7 +318,13 @@ while cursor <= #ARGV and not is_spent do
     end
   end
 end
-answer[1] = differ and -looked or looked
+answer[1] = looked
+if differ then
+  local marks = call('HMGET', layout, 'seen', 'lease')
+  if now - read_time(marks[1]) <= read_time(marks[2]) then -- else there is none, and the next may have others
+    answer[1] = string.format('%.0f %s', looked, claimed)
+  end
+end
 if duplicates > 0 then
   try('HINCRBY', layout, 'duplicates', duplicates)
 end
