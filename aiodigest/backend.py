@@ -39,7 +39,7 @@ SLICE = 1_000  # how much one script does at the most: entries read or inlined, 
 SAMPLE = 64  # ready timelines from which a claim draws, if it is asked to
 MOVES = 200  # timelines that one script makes ready
 LONGEST = 50_000  # entries of a list: more than a timeline of 10,000 records, what comes meanwhile, and a move leave
-LOOKS = 50  # mutes that one script looks at
+LOOKS = 50  # mutes, and dead letters whose time is over, that one script looks at
 ASIDE_MS = 5_000  # for how long what needs a feature that a worker does not know is left to others
 # what this version knows of that timelines may need
 FEATURES = frozenset({"balanced", "bytes", "calendar", "debounce", "dedupe", "hours", "mute"})

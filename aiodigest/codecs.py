@@ -59,12 +59,12 @@ class JSONCodec(Generic[T]):
 
     An encoded value comes back equal and of the same type, or is refused. Only what stands for another type comes back
     as that: a subclass as what ``value_type`` has in its place (a ``StrEnum`` as str, an ``OrderedDict`` as dict), and
-    an int as a float. Where JSON cannot tell types apart (unions of models with the same fields, ``UUID | str``,
-    ``Any``), ``encode`` decodes what it wrote to see that. A value must already be of its type: nothing is coerced, so
-    "5" is not an int and a dict is not a model. Fields are stored, and the keys of a TypedDict given, under their
-    names, whatever their aliases. Anything pydantic leaves out of JSON on
-    purpose stays out: computed fields, excluded ones that have a default, secrets, what a subclass adds, keys that a
-    TypedDict does not know.
+    an int as a float (the nearest one, above 2**53). Where JSON cannot tell types apart (unions of models with the same
+    fields, ``UUID | str``, ``Any``), ``encode`` decodes what it wrote to see that. A value must already be of its type:
+    nothing is coerced, so "5" is not an int and a dict is not a model. Fields are stored, and the keys of a TypedDict
+    given, under their names, whatever their aliases. Anything pydantic leaves out of JSON on purpose stays out:
+    computed fields, excluded ones that have a default, secrets, what a subclass adds, keys that a TypedDict does not
+    know.
 
     ``value_type`` is any type pydantic knows: model, dataclass, TypedDict, plain type, or a TypeAdapter; mypy takes a
     union only as that. JSON of more bytes than ``compress_above`` is compressed, if that makes it smaller. ``max_size``

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Literal, cast
 
+# of a region: a black flag, and its name in tags
+FLAG = re.compile("\U0001f3f4[\U000e0030-\U000e0039\U000e0061-\U000e007a]{3,6}\U000e007f")
 JOINERS = "\u200c\u200d\xad"  # of words in many scripts and of emoji, and soft hyphens
 
 

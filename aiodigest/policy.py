@@ -160,8 +160,8 @@ class Policy:
     maximum_delay : seconds, default 6 * ``minimum_delay``, or what else is larger
         From the last digest, or else from the add that opened the window: no due time is later, but for ``hours``.
         With ``at`` it does not apply. The default is the largest of 6 * ``minimum_delay`` and 10 * ``quiet_delay``
-        (of these at most five years), all delays that are given and ``price``, or 1800 if all are 0; for a strategy
-        the larger of 1800 and ``initial_delay``.
+        (of these at most five years), ``minimum_delay``, ``initial_delay``, ``quiet_delay`` and ``price``, or 1800 if
+        all are 0; for a strategy the larger of 1800 and ``initial_delay``.
     max_size : int or None, default None
         A timeline with this many distinct records is due at once, and no digest holds more.
     capacity : int, default 1000, at most 10,000

@@ -445,10 +445,10 @@ async def test_a_digest_for_which_apprise_has_no_thread_was_never_handed_over_an
 
 
 class Gates:
-    """A channel of one thread, whose messages each wait for their gate."""
+    """A channel of a few threads, whose messages each wait for their gate."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-        monkeypatch.setattr("aiodigest.channels.apprise.MOST", 1)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, threads: int = 1, **options: Any) -> None:
+        monkeypatch.setattr("aiodigest.channels.apprise.MOST", threads)
         self.began = asyncio.Queue[threading.Event]()
         self.channel = Apprise("json://localhost", **options)
         self._loop = asyncio.get_running_loop()
@@ -461,6 +461,30 @@ class Gates:
         gate = threading.Event()
         self._loop.call_soon_threadsafe(self.began.put_nowait, gate)
         assert gate.wait(60)
+
+
+async def test_nothing_is_said_of_hanging_threads_where_most_are_only_busy(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gates = Gates(monkeypatch, threads=4, timeout=1000)
+    first = gates.send()
+    hung = await gates.began.get()
+    clock.ahead += 1001
+    assert type(await first) is OutcomeUnknown
+    served, late = [gates.send() for _ in range(9)], gates.send()
+    for _ in range(3):
+        busy = [await gates.began.get() for _ in range(3)]
+        clock.ahead += 400
+        await asyncio.sleep(0)
+        if late.done():
+            break
+        for gate in busy:
+            gate.set()
+    assert type(await late) is RetryAfter
+    for gate in (hung, *busy):
+        gate.set()
+    assert await asyncio.gather(*served) == [None] * 9
+    assert caplog.messages == []
 
 
 async def test_the_time_of_a_try_by_apprise_begins_with_its_thread(

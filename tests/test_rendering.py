@@ -624,6 +624,8 @@ def test_what_is_cut_is_cut_between_characters() -> None:
     assert clean("abcd", 3) == "ab…"
     assert clean("ab" + "e\u0301" * 5, 4) == "ab…"
     assert not clean("x" + "\U0001f468\u200d\U0001f469" * 9, 6)[:-1].endswith("\u200d")
+    for most in range(2, 12):
+        assert is_harmless(clean("xxx" + ENGLAND + "yyy", most))
     assert clean("x" * 10_000_000, 10) == "x" * 9 + "…"
     assert clean("\u202e" * 10_000_000 + "x", 10) == "…"
 

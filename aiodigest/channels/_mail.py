@@ -13,7 +13,7 @@ from hashlib import sha256
 from typing import Any, NamedTuple, Self
 
 from aiodigest import Digest, InvalidArgument
-from aiodigest.errors import JOINERS, shown
+from aiodigest.errors import FLAG, JOINERS, shown
 from aiodigest.logs import current_namespace
 from aiodigest.rendering import Message
 
@@ -121,7 +121,8 @@ def link_of(text: object, what: str, *, one_click: bool) -> str:
 def subject_line(text: str) -> str:
     """Return a text from anybody in one line, which is short and ends no header."""
     words = " ".join(text[: 10 * LONGEST_SUBJECT].encode(errors="replace").decode().split())
-    kept = "".join(c for c in words if c.isprintable() or c in JOINERS)
+    flags = {index for flag in FLAG.finditer(words) for index in range(*flag.span())}
+    kept = "".join(c for index, c in enumerate(words) if c.isprintable() or c in JOINERS or index in flags)
     return kept if len(kept) <= LONGEST_SUBJECT else f"{kept[: LONGEST_SUBJECT - 1]}…"
 
 

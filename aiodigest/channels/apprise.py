@@ -30,10 +30,10 @@ TALKATIVE = "apprise", "urllib3.connectionpool"  # loggers that quote URLs
 class Apprise(Channel):
     """Sends each digest through a service that Apprise knows. Needs the extra ``apprise``.
 
-    It runs in threads, 16 at most. Apprise says yes or no, and no is tried again; what it logs of that is the reason,
-    without the URL. If it says nothing within ``timeout``, it is an ``OutcomeUnknown``, and its thread stays taken
-    until it does. A digest that does not get a thread within ``timeout`` is a ``RetryAfter``, which charges no attempt;
-    if that is because threads hang, the log has one ERROR until something is delivered.
+    It runs in threads, 16 at most in an event loop. Apprise says yes or no, and no is tried again; what it logs of that
+    is the reason, without the URL. If it says nothing within ``timeout``, it is an ``OutcomeUnknown``, and its thread
+    stays taken until it does. A digest that does not get a thread within ``timeout`` is a ``RetryAfter``, which charges
+    no attempt; if at least half of the threads hang then, the log has one ERROR until something is delivered.
 
     Who may choose the URL may reach anything from your machine: take it from your own settings alone.
 
@@ -103,8 +103,8 @@ class Apprise(Channel):
             async with asyncio.timeout(self._timeout):
                 await places.acquire()
         except TimeoutError:
-            if hanging := len(self._hanging):
-                self._set_up.failed(ADVICE, ADVICE, f"{hanging} of at most {MOST} threads hang")
+            if (hanging := len(self._hanging)) >= MOST // 2:  # else it is only busy
+                self._set_up.failed(ADVICE, ADVICE, f"{hanging} threads hang")
             raise RetryAfter(SOON) from None
         ended: Future[str | None] = Future()
         ended.set_running_or_notify_cancel()  # from now on nobody can take it back

@@ -11,6 +11,8 @@ from itertools import groupby, islice
 from typing import Any, cast
 from unicodedata import category
 
+from aiodigest.errors import FLAG
+
 MOST = 10_000  # characters of a text, unless somebody says otherwise
 WIDE = 100  # entries of a mapping or a list that are looked at
 DEEP = 8  # levels of them
@@ -21,7 +23,7 @@ ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x
 BREAKS = re.compile(r"\r\n?|[\v\f\x1c-\x1e\x85\u2028\u2029]")
 # Controls; what reorders or hides text (bidi marks, zero widths, deprecated formats, tags but those of a flag) ...
 HIDDEN = re.compile(
-    r"(\U0001f3f4[\U000e0030-\U000e0039\U000e0061-\U000e007a]{3,6}\U000e007f)|"
+    rf"({FLAG.pattern})|"
     r"[\x00-\x08\x0e-\x1b\x1f\x7f-\x9f\u034f\u061c\u180b-\u180f\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff"
     r"\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
 )
@@ -79,8 +81,9 @@ def cut(text: str, most: int) -> str:
 
 
 def _joins(char: str) -> bool:
-    """True for what belongs to the character before it: marks, joiners, and the colours of emoji."""
-    return category(char) in ("Mn", "Me", "Mc") or char == "\u200d" or "\U0001f3fb" <= char <= "\U0001f3ff"
+    """True for what belongs to the character before it: marks, joiners, the colours of emoji, and tags of flags."""
+    is_added = "\U0001f3fb" <= char <= "\U0001f3ff" or "\U000e0020" <= char <= "\U000e007f"
+    return is_added or category(char) in ("Mn", "Me", "Mc") or char == "\u200d"
 
 
 @cache

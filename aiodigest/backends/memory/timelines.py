@@ -124,10 +124,10 @@ class DeadLetters(dict[str, StoredDeadLetter]):
 
     def prune(self, now: int, most: int) -> int:
         """Let the oldest go that are over the bound, and a few whose time is over; return how many."""
-        size, let_go = sum(letter.size for letter in self.values()), 0
-        for name in self.oldest_first()[:SLICE]:
-            is_old = let_go < 10 and not self.alive(name, now)
-            if not is_old and (size <= most or len(self) == 1):
+        let_go = self.drop_old(now, 10)
+        size = sum(letter.size for letter in self.values())
+        for name in self.oldest_first()[: SLICE - let_go]:
+            if size <= most or len(self) == 1:
                 break
             size -= self.pop(name).size
             let_go += 1

@@ -33,13 +33,12 @@ local function set_aside(held, letters, taken)
 
   -- The oldest make room for what is over the bound, and go when their time is over (a few for each new one).
   local function prune(most)
-    for number = 1, SLICE do
-      local oldest = call('ZRANGE', dead, 0, 0, 'WITHSCORES')
-      local is_old = number <= 10 and tonumber(oldest[2]) <= now - DEAD_LETTER_TTL_MS
-      if not is_old and (weight() <= most or call('ZCARD', dead) == 1) then
+    let_go = let_go + drop_old(10)
+    for _ = 1, SLICE do
+      if weight() <= most or call('ZCARD', dead) == 1 then
         return
       end
-      drop_letter(oldest[1])
+      drop_letter(call('ZRANGE', dead, 0, 0)[1])
       let_go = let_go + 1
     end
   end
