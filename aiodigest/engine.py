@@ -319,7 +319,8 @@ class DigestEngine(Generic[T]):
         are callbacks too. Raises ConfigurationError for a second callback.
         """
         if self._registered.callback is not None:
-            raise ConfigurationError(f"engine {self.namespace!r} has a callback: other channels are other engines")
+            told = f"engine {self.namespace!r} has its callback already, and takes one"
+            raise ConfigurationError(f"{told}: for another channel, make an engine with another namespace")
         require(can_call_back(callback), "the callback", "an async function without yield", callback)
         self._registered.callback = callback
         return callback

@@ -472,6 +472,7 @@ async def test_nothing_is_said_of_hanging_threads_where_most_are_only_busy(
     clock.ahead += 1001
     assert type(await first) is OutcomeUnknown
     served, late = [gates.send() for _ in range(9)], gates.send()
+    busy = list[threading.Event]()
     for _ in range(3):
         busy = [await gates.began.get() for _ in range(3)]
         clock.ahead += 400

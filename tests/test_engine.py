@@ -493,7 +493,7 @@ async def test_an_engine_delivers_to_one_callback() -> None:
     with pytest.raises(ConfigurationError, match="no callback"):
         await engine.run()
     engine.deliver(Inbox())
-    with pytest.raises(ConfigurationError, match="other channels are other engines"):
+    with pytest.raises(ConfigurationError, match="make an engine with another namespace"):
         engine.deliver(Inbox())
 
 

@@ -64,8 +64,11 @@ def prepare(peer: Peer, folder: Path, fresh: bool = False) -> Path:
     wanted = "\n".join(peer.requirements)
     if fresh or not python.exists() or not is_current(stamp, wanted):
         print(f"installing {peer.name} into {place} ...", file=sys.stderr, flush=True)
-        _done(peer, sys.executable, "-m", "venv", "--clear", place)
-        _done(peer, python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *peer.requirements)
+        if not python.exists():
+            _done(peer, sys.executable, "-m", "venv", "--clear", place)
+        # what is there stays if this fails, as without a network: it still works, and is tried again the next time
+        install = "-m", "pip", "install", "-q", "-U", "--upgrade-strategy", "eager", "--disable-pip-version-check"
+        _done(peer, python, *install, *peer.requirements)
         (place / SHUT_OUT).write_text(", ".join(filter(None, (newer(python, each) for each in peer.requirements))))
         stamp.write_text(wanted)  # last, so that what was cut short is made anew
     return python
