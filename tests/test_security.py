@@ -21,13 +21,13 @@ from urllib.parse import quote
 import pytest
 import redis.asyncio
 import trustme
-from commandline import aiodigest
+from commandline import aiodigest, in_process
 from ports import free_port
 from redis.asyncio.sentinel import Sentinel
 from redis.credentials import UsernamePasswordCredentialProvider
 from redis.exceptions import NoPermissionError
 from replicas import Relay, server_on
-from servers import PASSWORD, Server, commands, rules, running_server, tls_binary
+from servers import PASSWORD, SECURITY, Server, commands, rules, running_server, tls_binary
 from stores import Place
 from storestate import check_invariants, redis_state
 
@@ -126,6 +126,15 @@ async def produce(stage: Stage) -> None:
     checked(await backend.add(0, adds("muted", "b", policy=WAITS)))  # which finds that its mute is over
 
 
+async def produce_and_probe(stage: Stage) -> None:
+    """All that a producer does that serves ``/healthz``."""
+    await produce(stage)
+    async with DigestEngine(stage.url, namespace=stage.namespace) as engine:
+        health = await engine.health(overdue=3600)
+        if not health.ok:
+            raise ConfigurationError(health.reason)
+
+
 async def claimed(backend: RedisBackend, key: str) -> Lease:
     claims = await backend.claim(0, 10, LEASE, LIMITS)
     if claims.broken:
@@ -182,6 +191,9 @@ async def operate(stage: Stage) -> None:
     checked(await other.add(0, adds("goes", "a", "b", policy=WAITS)))
     checked(await other.add(0, adds("failed", "a", "b")))
     checked(await other.retry(0, [Retry(await claimed(other, "failed"), 100_000, "boo", LIMITS, 2)]))
+    checked(await other.add(0, adds("cools", "a")))
+    lease = await claimed(other, "cools")
+    checked(await other.close(0, [Close(lease, 1, 1, 100_000, LIMITS, LEASE)]))
     checked(await other.add(0, adds("held", "a", "b")))
     await claimed(other, "held")
     stage.client.script_flush()
@@ -194,6 +206,10 @@ async def operate(stage: Stage) -> None:
         assert await engine.discard(two.id)
         timeline = await engine.peek("waits")
         assert timeline is not None
+        explained = [await engine.explain(key) for key in ("waits", "failed", "held", "cools")]
+        assert [each.state for each in explained] == ["waiting", "waiting", "leased", "empty"]
+        assert "cool-down" in [reason.kind for reason in explained[3].reasons]
+        assert (await engine.health(overdue=3600)).ok
         assert len([each async for each in engine.timelines()]) == 5
         assert (await engine.stats()).leased == 1
         assert await engine.remove("waits", "a")
@@ -233,6 +249,49 @@ async def test_a_rule_is_pasted_as_it_stands_and_gives_nothing_else(server: Serv
         for words in ("GET {mail}:x", "KEYS *", "SCRIPT FLUSH", "CONFIG GET *", "FLUSHALL", "PUBLISH a b", "SAVE"):
             with pytest.raises(NoPermissionError):
                 user.execute_command(*words.split())
+
+
+def told(pattern: str) -> list[str]:
+    """What docs/security.md says is needed as well, where the text is this."""
+    found = re.search(pattern.replace(" ", r"\s+"), SECURITY.read_text(encoding="utf-8"))
+    assert found is not None
+    return found[1].split()
+
+
+async def test_a_producer_is_probed_with_what_is_told_for_it_and_not_without(server: Server) -> None:
+    needed = told(r"that only adds, urgently too \(and needs `([^`]+)` too if it asks for `health\(\)`")
+    async with staged(server, "producer", *commands("producer"), *needed) as stage:
+        await produce_and_probe(stage)
+    async with staged(server, "producer", *commands("producer")) as stage:
+        with pytest.raises(ConfigurationError, match=re.escape(f"(counts), user 'mail-producer' needs {needed[0]}")):
+            await produce_and_probe(stage)
+
+
+SCANS = r"`erase`, and so `aiodigest bench`, and `aiodigest namespaces` need `([^`]+)`"
+
+
+@pytest.mark.parametrize("several", [False, True])
+async def test_an_operator_lists_namespaces_and_erases_one_with_what_is_told_for_it_and_not_without(
+    server: Server, several: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rule = commands("operator", several=several)
+    async with staged(server, "operator", *rule) as stage:
+        command = in_process(monkeypatch, capfd)
+        listing = partial(asyncio.to_thread, command, "namespaces", "--url", stage.url)
+        checked(await stage.other.add(0, adds("k", "a")))
+        async with DigestEngine(stage.url, namespace=stage.namespace) as engine:
+            for call in engine.try_erase, engine.erase:
+                with pytest.raises(ConfigurationError, match=r"refuses access.*scan"):
+                    await call()
+            code, _, error = await listing()
+            assert (code, "refuses access" in error, "scan" in error) == (2, True, True)
+            assert await engine.peek("k")
+            stage.client.execute_command("ACL", "SETUSER", "mail-operator", *told(SCANS))
+            code, names, error = await listing()
+            assert (code, stage.namespace in names.split(), error) == (0, True, "")
+            await engine.try_erase()
+            assert await engine.erase() > 0
+        assert not [*stage.client.scan_iter(f"{{{stage.namespace}}}*")]
 
 
 async def reshard(server: Server, *rule: str) -> None:
@@ -379,10 +438,7 @@ async def test_rules_for_several_shards_are_told_apart_in_a_new_namespace(server
 
 
 async def test_several_shards_work_with_the_keys_that_are_given_for_them(server: Server, namespace: str) -> None:
-    text = Path(__file__).parents[1].joinpath("docs", "security.md").read_text()
-    told = re.search(r"`(~\{mail\}:layout ~\{mail:\*\}:\*)`", text)
-    assert told is not None
-    keys = told[1].replace("{mail", f"{{{namespace}").split()
+    keys = [key.replace("{mail", f"{{{namespace}") for key in told(r"`(~\{mail\}:layout ~\{mail:\*\}:\*)`")]
     with server.client() as client:
         server.allow(client, "several", *keys, *commands("producer", "worker"))
     came = asyncio.Queue[Digest]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import suppress
 from dataclasses import asdict
@@ -157,7 +158,15 @@ def namespaces(url: Url = EMBEDDED, timeout: Timeout = 5.0, in_json: AsJson = Fa
 
     It scans the names of all keys, for which its user needs +scan.
     """
-    found = Location(url, "any", timeout).ask(lambda engine: engine.backend.operations.namespaces())
+
+    async def ask() -> list[str]:
+        backend = Location(url, "any", timeout).engine().backend  # the engine is not entered: its user may have no keys
+        try:
+            return await backend.operations.namespaces()
+        finally:
+            await backend.aclose()
+
+    found = asyncio.run(ask())
     if in_json:
         print_json(*({"namespace": name} for name in found))
     elif found:

@@ -202,6 +202,13 @@ class Namespace:
             await self.connect()
         return self.connections
 
+    async def opened(self) -> Connections:
+        """Return the connections, and look nothing up: for who may not use the keys of this namespace."""
+        if self._connections is None:
+            await self._join()
+            await self.connections.check_version(self.root)
+        return self.connections
+
     async def leave(self, shard: int) -> None:
         """Close idle connections to a shard's server: it answers what was not asked, or is no primary any more."""
         if self._connections is not None:

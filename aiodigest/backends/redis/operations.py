@@ -147,7 +147,7 @@ class RedisOperations(Operations):
         return any(cast("list[bytes | None]", told))
 
     async def namespaces(self) -> list[str]:
-        connections, found = await self._namespace.connected(), set[str]()
+        connections, found = await self._namespace.opened(), set[str]()
         for server in await connections.find_primaries():
             cursor = b""
             while cursor != b"0":
