@@ -75,7 +75,7 @@ def main() -> int:
     print(f"{done} seeds: {hours:.0f} hours of operation, {records} adds, no promise broken, in {took:.0f} s")
     worlds = options.seeds // len(FAMILIES)
     print(f"in {late} of {worlds} worlds a healthy receiver waited over {Receivers.LATE:g} s longer for broken ones")
-    return 0 if late <= max(2, worlds // Receivers.ONE_IN) else 1
+    return 0 if late <= Receivers.allowed(worlds) else 1
 
 
 if __name__ == "__main__":
