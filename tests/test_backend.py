@@ -17,11 +17,12 @@ from engines import Inbox, VirtualLoop, WatchedBackend, engine_on, now, policy, 
 from servers import Server
 from userland import DEADLINE
 
-from aiodigest import JSON, Digest, DigestEngine, Entry
+from aiodigest import JSON, Digest, DigestEngine, Entry, Reject, Throttle
 from aiodigest.backend import Add
 from aiodigest.backends.embedded.server import EmbeddedServer
 from aiodigest.backends.memory.backend import ReferenceBackend
 from aiodigest.errors import AiodigestError, BackendUnavailable, ConfigurationError, PartialAdd
+from aiodigest.records.entries import CONTEXT_SIZE
 from aiodigest.testing import TestEngine
 
 WHERE: ContextVar[str] = ContextVar("where", default="nowhere")
@@ -91,10 +92,62 @@ async def test_what_an_engine_does_by_itself_runs_in_no_request_s_context() -> N
     assert backend.seen == ["the app"] * 3
 
 
+class Tracer:
+    """Gives each record a span, and does no more."""
+
+    def context(self) -> bytes:
+        return bytes(CONTEXT_SIZE)
+
+    def delivering(self, digest: Digest[Any], contexts: Sequence[bytes]) -> Tracer:
+        return self
+
+    def ended(self, result: str, reason: str = "", error: BaseException | None = None) -> None: ...
+
+    def left(self) -> None: ...
+
+
+async def bury(url: str, namespace: str) -> None:
+    """Let a timeline end as a dead letter."""
+    buried = asyncio.Event()
+    engine = DigestEngine[JSON](url, namespace=namespace, timeout=DEADLINE)
+    engine.observe(lambda _: buried.set())
+    async with engine.delivering(Inbox(Reject("bad"))):
+        await engine.add("dead", 1)
+        async with asyncio.timeout(DEADLINE):
+            await buried.wait()
+
+
+def keepers(call: str) -> list[Context]:
+    """Contexts in which it was set, but for cancelled timers, which asyncio forgets in their time."""
+    gc.collect()
+    timers = {id(each._context) for each in asyncio.get_running_loop()._scheduled if each.cancelled()}  # type: ignore[attr-defined]
+    held = [each for each in gc.get_objects() if type(each) is Context and each.get(WHERE) == call]
+    return [each for each in held if id(each) not in timers]
+
+
+def first_letter(key: str) -> str:
+    return key[:1]
+
+
+ALL: dict[str, Any] = {"throttle": Throttle(10_000, per=1), "destination": first_letter, "destination_concurrency": 4}
+
+
+async def replay_all(engine: DigestEngine[JSON]) -> None:
+    async for letter in engine.dead_letters():
+        await engine.replay(letter.id)
+
+
 @pytest.mark.thorough
-async def test_nothing_that_an_engine_leaves_behind_keeps_what_a_caller_has_set(server: Server, namespace: str) -> None:
+@pytest.mark.parametrize("has_all", [False, True], ids=["a plain engine", "an engine with all there is"])
+async def test_nothing_that_an_engine_leaves_behind_keeps_what_a_caller_has_set(
+    server: Server, namespace: str, has_all: bool
+) -> None:
+    await bury(server.url, namespace)
+    options = ALL if has_all else {}
     big = [Entry("big", os.urandom(100_000).hex()) for _ in range(8)]  # a reply of which reading is paused
-    engine = DigestEngine[JSON](server.url, namespace=namespace, policy=policy(), timeout=DEADLINE)
+    engine = DigestEngine[JSON](server.url, namespace=namespace, policy=policy(), timeout=DEADLINE, **options)
+    if has_all:
+        engine.trace(Tracer())
     seen: list[str] = []
     arrived = asyncio.Event()
 
@@ -106,13 +159,21 @@ async def test_nothing_that_an_engine_leaves_behind_keeps_what_a_caller_has_set(
 
     engine.observe(lambda _: seen.append(WHERE.get()))
     calls: dict[str, Callable[[], Any]] = {
+        "replay": lambda: replay_all(engine),
         "add": lambda: engine.add("key", 1),
         "add many": lambda: engine.add_many(big),
+        "urgent": lambda: engine.add("key", 1, urgent=True),
         "peek": lambda: engine.peek("big"),
+        "explain": lambda: engine.explain("big"),
+        "stats": engine.stats,
         "timelines": engine.timelines,
         "dead letters": engine.dead_letters,
         "health": engine.health,
         "examine": engine.examine,
+        "mute": lambda: engine.mute("muted"),
+        "add to what is muted": lambda: engine.add("muted", 1),
+        "unmute": lambda: engine.unmute("muted"),
+        "discard": lambda: engine.discard("none"),
         "flush": lambda: engine.flush("key"),
         "reschedule": lambda: engine.reschedule("big", delay=60),
         "remove": lambda: engine.remove("key", "none"),
@@ -133,14 +194,7 @@ async def test_nothing_that_an_engine_leaves_behind_keeps_what_a_caller_has_set(
                 else:
                     await answer
 
-    def keepers(call: str) -> list[Context]:
-        """Contexts in which it was set, but for cancelled timers, which asyncio forgets in their time."""
-        gc.collect()
-        timers = {id(each._context) for each in asyncio.get_running_loop()._scheduled if each.cancelled()}  # type: ignore[attr-defined]
-        held = [each for each in gc.get_objects() if type(each) is Context and each.get(WHERE) == call]
-        return [each for each in held if id(each) not in timers]
-
-    for entered in (engine, engine.delivering()):
+    for entered in (engine, engine.delivering(signals=has_all)):
         async with entered:
             for call in calls:
                 await asyncio.create_task(request(call))
