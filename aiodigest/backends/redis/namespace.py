@@ -205,7 +205,7 @@ class Namespace:
     async def opened(self) -> Connections:
         """Return the connections, and look nothing up: for who may not use the keys of this namespace."""
         if self._connections is None:
-            await self._join()
+            await self._open()
             await self.connections.check_version(self.root)
         return self.connections
 
