@@ -231,11 +231,12 @@ class Close(NamedTuple):
 
 class Closed(NamedTuple):
     """A close's answer. ``part``: ``left`` entries keep the lease, as ``digest_id``; ``deleted``: the timeline was.
+    ``released`` is never answered: a store notes it for a release that is repeated, and answers a close with ``lost``.
 
     ``let_go`` older dead letters made room for its own; 0 if the call is repeated.
     """
 
-    status: Literal["closed", "part", "deleted", "lost"]
+    status: Literal["closed", "part", "deleted", "lost", "released"]
     digest_id: str = ""
     left: int = 0
     let_go: int = 0

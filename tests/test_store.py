@@ -777,6 +777,20 @@ async def test_any_of_a_few_that_are_ready_may_be_the_first_of_a_sample(store: S
     assert first == keys
 
 
+@pytest.mark.parametrize("outcome", ["close", "retry"])
+@pytest.mark.parametrize("how", ["release", "postpone"])
+async def test_an_outcome_that_comes_after_a_release_is_lost_and_the_digest_comes_again(
+    store: Store, how: str, outcome: str
+) -> None:
+    await store.add("k", "a")
+    lease = await store.claim()
+    for _ in range(2):  # one that is repeated is answered as before
+        assert await (store.release(lease, started=True) if how == "release" else store.postpone(lease, 0))
+    assert (await store.close(lease)).status == "lost" if outcome == "close" else not await store.retry(lease)
+    assert (await store.claim()).digest_id == lease.digest_id
+    assert (await store.backend.operations.counts())["digests"] == 0
+
+
 @pytest.mark.parametrize("sample", [False, True])
 async def test_a_doubtful_digest_that_was_given_back_waits_for_no_lease_after_a_gap(store: Store, sample: bool) -> None:
     await store.add("k", "a")

@@ -113,10 +113,12 @@ class Innocents(Family):
 
     def _see_spared(self, digest: Digest[int]) -> None:
         """See that an innocent is charged for what was reported of it alone, and does not come again and again. It may
-        be charged too if its process ends, or blocks, while it waits there for what it is to run alone after."""
+        be charged too if its process ends, or blocks, while it waits there for what it is to run alone after; or if its
+        callback was under way for longer than a delivery may take, since others blocked."""
         if digest.attempt == 1:
             self._failures[digest.key] = 0
-        allowed = 1 + self._failures[digest.key] + max(0, self.witness.idle[digest.id])
+        spared = max(0, self.witness.idle[digest.id]) + self.witness.timeouts[digest.id]
+        allowed = 1 + self._failures[digest.key] + spared
         if digest.attempt > allowed:
             self.witness.broken(
                 f"{digest.key} is charged for its neighbour: attempt {digest.attempt}, of which {allowed} were its own"

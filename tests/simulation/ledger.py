@@ -48,10 +48,12 @@ class Ledger:
 
     # Time
 
-    def _placed(self, line: Line, key: str, due: int, now: int, ahead: int) -> None:
+    def _within(self, key: str, due: int, now: int, ahead: int) -> int:
         opening = self._rules.opening(key)
-        line.placed = True
-        line.due = due if opening is None else opening.within(key, max(due, now) - ahead) + ahead
+        return due if opening is None else opening.within(key, max(due, now) - ahead) + ahead
+
+    def _placed(self, line: Line, key: str, due: int, now: int, ahead: int) -> None:
+        line.placed, line.due = True, self._within(key, due, now, ahead)
 
     def _is_full(self, line: Line, key: str) -> bool:
         policy = self._rules.of(key)
@@ -77,6 +79,8 @@ class Ledger:
         if line.digest:
             if terms.rule != "increment" and not (terms.at is not None and line.next):
                 due = rules.opened(terms, key, now, ahead, count)
+                if terms.at is not None:
+                    due = self._within(key, due, now, ahead)
                 line.next = min(line.next or due, due) if terms.price_ms else due
         elif not line.placed:
             due = rules.opened(terms, key, now, ahead, count)
@@ -143,13 +147,18 @@ class Ledger:
         if line.parted:
             line.last, line.cool = now, now + close.cool_ms
         flush, due = line.flushed, max(line.cool, line.next or now)
+        # what goes by a calendar was placed within its hours as it came, and stays there when the clock steps back
+        is_within = line.next > 0 and self._rules.of(key).at is not None
         line.placed, line.digest, line.token, line.parted, line.flushed = bool(line.log), "", "", False, False
         line.passes, line.next, line.in_doubt = flush and line.placed, 0, False
         if flush:
             line.due = 0
         elif line.placed:
-            full = self._is_full(line, key)
-            self._placed(line, key, min(due, now) if full else due, now, machine.shift_ms)
+            if is_within and not self._is_full(line, key):
+                line.due = due
+            else:
+                full = self._is_full(line, key)
+                self._placed(line, key, min(due, now) if full else due, now, machine.shift_ms)
 
     def retried(self, shard: int, retry: Retry, machine: Shard, now: int) -> None:
         lease, key, line = retry.lease, retry.lease.key, self._lines[shard, retry.lease.key]

@@ -105,6 +105,7 @@ class Witness:
         self.strict = False  # nothing is wrong with the world: everything must go by the book
         self.calm_since = loop.time()  # no fault since; in the future while there is one
         self.troubled_until = loop.time()  # by what callbacks do
+        self.timeouts = Counter[str]()  # of digests, whose callbacks others may have kept from ending
         self._loop = loop
         self._start = loop.time()
         self._begun_at: dict[str, float] = {}
@@ -343,6 +344,7 @@ class Witness:
     def told(self, delivery: Delivery) -> None:
         """An observer is told of a delivery, whose outcome the store knows."""
         self.tell(f"told {delivery.result} of {delivery.digest_id}")
+        self.timeouts[delivery.digest_id] += delivery.result == "timeout"
         if delivery.result not in ("delivered", "partial"):
             return
         first = self.records.all[self.records.contents[delivery.digest_id][0]]

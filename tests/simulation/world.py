@@ -342,8 +342,11 @@ class World:
     async def _pause_server(self) -> None:
         seconds = self._random.uniform(0.1, 20)
         self.witness.tell(f"the server pauses for {seconds:.3f} s")
-        self._server.paused_until = self._loop.time() + seconds
-        await asyncio.sleep(seconds)
+        self._server.paused_until = until = self._loop.time() + seconds
+        try:
+            await asyncio.sleep(seconds)
+        finally:  # there may be peace before it is over
+            self.witness.trouble(until - self._loop.time())
 
     async def _cut(self) -> None:
         self.witness.tell("all connections are cut")

@@ -313,7 +313,7 @@ class ReferenceBackend(Backend, Operations):
                 lease, key, name = close.lease, close.lease.key, f"{nonce}-{number}"
                 delivery = machine.fenced(lease)
                 if isinstance(delivery, Closed):
-                    answers.append(delivery)
+                    answers.append(Closed("lost") if delivery.status == "released" else delivery)
                     continue
                 held = machine.held[key]
                 let_go = sum(
@@ -357,7 +357,7 @@ class ReferenceBackend(Backend, Operations):
             for number, retry in enumerate(retries, 1):
                 lease, delivery = retry.lease, machine.fenced(retry.lease)
                 if isinstance(delivery, Closed):
-                    answers.append(delivery.status != "lost")
+                    answers.append(delivery.status not in ("lost", "released"))
                     continue
                 kept = only(latest(delivery.entries[: retry.taken]), retry.failed or ())
                 if kept and not delivery.frozen:  # a choice of nothing would leave nothing to try: all stay
@@ -396,7 +396,7 @@ class ReferenceBackend(Backend, Operations):
                 delivery.frozen = delivery.frozen or started
                 delivery.token = ""
                 machine.place(lease.key, now, now)
-                machine.held[lease.key].done = (lease.token, lease.digest_id, Closed("closed"))
+                machine.held[lease.key].done = (lease.token, lease.digest_id, Closed("released"))
                 answers.append(True)
         return answers
 
@@ -417,7 +417,7 @@ class ReferenceBackend(Backend, Operations):
                 time = now + delay_ms if delay_ms and not is_muted else min(lease.due_ms, now)
                 if not machine.place(lease.key, time, now) and not is_muted:
                     machine.postponed[lease.key] = lease.due_ms
-                held.done = (lease.token, lease.digest_id, Closed("closed"))
+                held.done = (lease.token, lease.digest_id, Closed("released"))
                 answers.append(True)
         return answers
 

@@ -138,7 +138,7 @@ local function close(
   end
   local status, next_id, left = fenced(held, token, digest_id)
   if status ~= 'held' then
-    return {status, next_id, left}
+    return {status == 'released' and 'lost' or status, next_id, left} -- it comes again
   end
   local let_go, mutes_it, old = 0, tonumber(flags) >= 4, nil
   if #letters > 0 then

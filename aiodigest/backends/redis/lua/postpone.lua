@@ -37,7 +37,7 @@ local function postpone(key, token, digest_id, due, delay)
   if not place(key, delay > 0 and not is_muted and now + delay or math.min(due, now)) and not is_muted then
     call('ZADD', postponed, due, key)
   end
-  answer(held, token, digest_id, 'closed', '', 0)
+  answer(held, token, digest_id, 'released', '', 0)
   save(held, FIELDS)
   return 1
 end

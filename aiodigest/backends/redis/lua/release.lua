@@ -27,7 +27,7 @@ local function release(key, token, digest_id)
   held.token = nil
   leave(key)
   place(key, now)
-  answer(held, token, digest_id, 'closed', '', 0)
+  answer(held, token, digest_id, 'released', '', 0)
   save(held, FIELDS)
   return 1
 end

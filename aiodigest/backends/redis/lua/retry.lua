@@ -52,9 +52,9 @@ local function keep(held, item)
 end
 
 local function retry(item)
-  local held, answered = load_held(load_all, item.key, item.token, item.digest_id)
+  local held, answered, status = load_held(load_all, item.key, item.token, item.digest_id)
   if not held then
-    return answered
+    return status == 'released' and 0 or answered
   end
   if item.failed and not held.frozen then
     keep(held, item)

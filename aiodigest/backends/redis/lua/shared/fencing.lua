@@ -17,7 +17,7 @@ local function fenced(held, token, digest_id)
 end
 
 -- Return a timeline, as `read` loads it, if token and digest id name its delivery; else nil, and what to answer: 1 if the
--- outcome was answered before, 0 if the lease is lost, or the text of an error.
+-- outcome was answered before, 0 if the lease is lost, or the text of an error; and the status of what was answered.
 local function load_held(read, key, token, digest_id)
   local held, problem = read(key)
   if not held then
@@ -27,7 +27,7 @@ local function load_held(read, key, token, digest_id)
   if status == 'held' then
     return held
   end
-  return nil, status == 'lost' and 0 or 1
+  return nil, status == 'lost' and 0 or 1, status
 end
 
 -- Note what the outcome of a delivery is answered, for a call that is repeated.
