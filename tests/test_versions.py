@@ -39,8 +39,10 @@ SCRIPTS = (
     "import json; from aiodigest.backends.redis.scripts import *; "
     "print(json.dumps({name: script.source for name, script in load_scripts().items()}))"
 )
-# Scripts that take other arguments by now, or answer other things: they run in the processes above alone.
-CHANGED = frozenset({"add", "claim", "close", "flush", "look", "open", "permits", "remove", "retry"})
+# Scripts that take other arguments by now, or answer or note other things: they run in the processes above alone.
+CHANGED = frozenset(
+    {"add", "claim", "close", "flush", "look", "open", "permits", "postpone", "release", "remove", "retry"}
+)
 KINDS = ("plain", "fails", "splits", "dies")
 EACH = 5  # timelines of each kind
 
