@@ -15,7 +15,7 @@ demo: $(VENV)/.standard
 
 # what one server can show; of what is alike, a sample
 test: $(VENV)/.dev
-	@echo "This takes about a minute and a half on two cores; make test-all runs the slow tests too."
+	@echo "This takes about two minutes on two cores; make test-all runs the slow tests too."
 	@$(PYTEST) --quick
 
 # everything: clusters, replicas, programs, faults of servers, documents; on both servers

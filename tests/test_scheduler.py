@@ -876,27 +876,30 @@ class Reporting(WatchedBackend):
         return replace(await super().claim(shard, *arguments, **named), **self._wrong)
 
 
+async def reject(digest: Digest[JSON]) -> None:
+    raise Reject("no such address")
+
+
+def check_let_go(caplog: pytest.LogCaptureFixture) -> None:
+    """See that one line tells of one dead letter that was let go."""
+    [line] = [record for record in caplog.records if record.levelno == logging.ERROR and "let go" in record.message]
+    assert line.message.startswith("test: 1 dead letters of shard 0 were let go")
+
+
 async def test_a_worker_whose_dead_letter_makes_others_go_logs_an_error(
     caplog: pytest.LogCaptureFixture, logged: Logged
 ) -> None:
-    async def reject(digest: Digest[JSON]) -> None:
-        raise Reject("no such address")
-
     backend = WatchedBackend()
     async with delivering(Inbox(reject, reject), backend, bounds=Bounds(dead_letters=1)):
         for key in ("first", "second"):
             await backend.put(key, 1)
             await settle()
-    [line] = [record for record in caplog.records if record.levelno == logging.ERROR and "let go" in record.message]
-    assert line.message.startswith("test: 1 dead letters of shard 0 were let go")
+    check_let_go(caplog)
 
 
 async def test_a_worker_that_finds_dead_letters_of_30_days_logs_an_error(
     caplog: pytest.LogCaptureFixture, logged: Logged
 ) -> None:
-    async def reject(digest: Digest[JSON]) -> None:
-        raise Reject("no such address")
-
     backend = WatchedBackend()
     async with delivering(Inbox(reject), backend):
         await backend.put("key", 1)
@@ -904,8 +907,7 @@ async def test_a_worker_that_finds_dead_letters_of_30_days_logs_an_error(
     await asyncio.sleep(30 * 86_400)
     async with delivering(Inbox(), backend):
         await settle()
-    [line] = [record for record in caplog.records if record.levelno == logging.ERROR and "let go" in record.message]
-    assert line.message.startswith("test: 1 dead letters of shard 0 were let go")
+    check_let_go(caplog)
 
 
 async def test_timelines_that_cannot_be_read_and_records_that_expired_are_logged(
